@@ -21,7 +21,7 @@ from docs.settings import settings_tables
 from fsdpctl.commands.app import app
 from fsdpctl.commands.compare.report import draw_rows, sorted_rows
 from fsdpctl.commands.compare.results import predict
-from fsdpctl.commands.compare.variants import variants
+from fsdpctl.commands.compare.variants import variants_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_training, sent_per_step
@@ -242,10 +242,10 @@ def draw_simulation(file: Path) -> None:
     # Text stays text in an SVG file, with one name of a font instead of thirteen.
     matplotlib.rcParams.update({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
     matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
-    found = variants(SIMULATED, None, simulates=True)
+    found = variants_of(SIMULATED, None, simulates=True)
     list(predict(found))
     title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
-    figure = draw_rows(sorted_rows([each.row for each in found]), title, "time")
+    figure = draw_rows(sorted_rows([each.result for each in found]), title, "time")
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -83,8 +83,8 @@ _SYNONYMS = {
     "train", "resume": "train", "config": "list", "preprocess": "tokenize", "import": "convert",
     "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
 }  # fmt: skip
-_QUIET = ("-q", "--quiet")  # options of every command
-_QUIETLY = "-q or --quiet hides plans and progress; results, warnings and errors remain."
+_QUIET_OPTIONS = ("-q", "--quiet")  # options of every command
+_QUIET_HELP = "-q or --quiet hides plans and progress; results, warnings and errors remain."
 _FREE_TEXT_OPTIONS = ("--prompt",)  # options whose value may be any text
 _HELP = {"help_option_names": ["-h", "--help"]}
 _WIDEST_HELP = 120  # columns
@@ -93,25 +93,24 @@ _WIDEST_HELP = 120  # columns
 class _Commands(TyperGroup):
     """The commands, each of which is imported when it is requested."""
 
-    def __init__(self, **about: Any) -> None:
+    def __init__(self, **attributes: Any) -> None:
         """Create the group, which lists the commands and suggests them for unknown ones."""
-        names: dict[str, Any] = dict.fromkeys(COMMANDS)
-        super().__init__(**{**about, "commands": names})
+        super().__init__(**{**attributes, "commands": dict.fromkeys(COMMANDS)})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and return a command; None if it is unknown."""
         if (info := COMMANDS.get(cmd_name)) is None:
             return None
-        alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single_command = typer.Typer(rich_markup_mode=None, add_completion=False)
         settings: dict[str, Any] = {**_HELP, "max_content_width": _WIDEST_HELP}
         if info.takes_settings:
             settings["ignore_unknown_options"] = True
         module = import_module(f"fsdpctl.commands.{info.module}")
         function = getattr(module, info.function or cmd_name.replace("-", "_"))
         lines = "\n".join(f"  fsdpctl {each}" for each in info.examples)
-        epilog = f"\b\nExamples:\n{lines}\n\n{_QUIETLY}"
-        alone.command(cmd_name, context_settings=settings, epilog=epilog)(function)
-        return typer.main.get_command(alone)
+        epilog = f"\b\nExamples:\n{lines}\n\n{_QUIET_HELP}"
+        single_command.command(cmd_name, context_settings=settings, epilog=epilog)(function)
+        return typer.main.get_command(single_command)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command in `args`; the error for another tool's command names fsdpctl's."""
@@ -146,7 +145,7 @@ def print_version(value: bool) -> None:
     raise typer.Exit
 
 
-# The class of command-line errors: click's, which newer versions of typer include.
+# click.ClickException, which newer versions of typer contain.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -163,7 +162,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def about(
+def root_options(
     version: bool = typer.Option(
         False,
         "--version",
@@ -202,7 +201,7 @@ def exit_on_error() -> Iterator[None]:
 
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         is_of_train = getattr(error, "option_name", "") in TRAIN_OPTIONS
-        _print_error(f"{message}{'; `fsdpctl train` has it' * is_of_train}")
+        _print_error(f"{message}{'; `fsdpctl train` has this option' * is_of_train}")
         sys.exit(UsageError.exit_code)
     except (MemoryError, RecursionError) as error:
         is_deep = isinstance(error, RecursionError)
@@ -221,18 +220,17 @@ def _refuse_repeated(args: Iterable[str]) -> None:
     """Raise UsageError if an option is repeated: the parser would silently use the last value."""
     counts = Counter(each.partition("=")[0] for each in args if each.startswith("--"))
     for name, count in counts.items():
-        if count > 1 and len(name) > 2 and "." not in name:
+        if count > 1 and len(name) > 2 and "." not in name:  # neither "--" nor --a.b=v
             raise UsageError(f"{name}: given {count} times; pass it once")
 
 
 def main() -> None:
     """Run the command line. An error is printed in one line and determines the exit code."""
-    typed = list(pairwise(["", *sys.argv[1:]]))
-    args = [
-        each for previous, each in typed if each not in _QUIET or previous in _FREE_TEXT_OPTIONS
-    ] or ["--help"]
+    typed = list(pairwise(["", *sys.argv[1:]]))  # each argument with the previous one
+    args = [x for before, x in typed if x not in _QUIET_OPTIONS or before in _FREE_TEXT_OPTIONS]
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
+    args = args or ["--help"]
     sys.stdout = output = open_stdout(sys.stdout)
     with exit_on_error():
         # Credentials are rejected before a message or a file contains them.
@@ -245,5 +243,5 @@ def main() -> None:
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
         if not code:
-            output.check()
+            output.check()  # raises if text was lost
         sys.exit(code if isinstance(code, int) else 0)

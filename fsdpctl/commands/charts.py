@@ -6,12 +6,12 @@ from typing import Any
 
 from fsdpctl.estimate.run_estimate import RunEstimate
 
-_WIDTH, _BAR, _MARGIN = 9.5, 0.42, 1.75  # inches: width, height per bar, margin
+_FIGURE_WIDTH, _BAR_HEIGHT, _MARGIN_HEIGHT = 9.5, 0.42, 1.75  # inches
 _BAR_SHARE = 0.62  # share of the height per bar
 # Okabe and Ito's colors, which people with color blindness can distinguish.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, GREY, LIGHT = "#D55E00", "#CC79A7", "#BBBBBB", "#DDDDDD"
-_MEMORY = {  # colors by category
+_COLORS = {
     "parameters": BLUE, "optimizer_states": GREEN, "gathered_units": SKY, "gradients": ORANGE,
     "reduce_buffers": PURPLE, "activations": LIGHT, "logits_and_loss": GREY, "workspaces": RED,
 }  # fmt: skip
@@ -22,7 +22,8 @@ def bar_axes(heading: str, title: str, names: Sequence[str], ylabel: str = "") -
     """Return a figure and axes with a position for each horizontal bar, the first at the top."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, _MARGIN + _BAR * len(names)), layout="constrained")
+    height = _MARGIN_HEIGHT + _BAR_HEIGHT * len(names)
+    figure = Figure(figsize=(_FIGURE_WIDTH, height), layout="constrained")
     axes = figure.subplots()
     figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
     axes.set_title(title, loc="left", fontsize=9, color="#444444", x=0)
@@ -49,7 +50,7 @@ def draw_estimates(estimates: Sequence[RunEstimate], folder: Path) -> Path:
     )
     figure, axes = bar_axes("Memory at the peak", title, names)
     left = [0.0] * len(estimates)
-    for name, color in _MEMORY.items():
+    for name, color in _COLORS.items():
         lengths = [each.step.breakdown[name] / _GIB for each in estimates]
         if any(lengths):
             bars(axes, lengths, left=left, color=color, label=name.replace("_", " "))

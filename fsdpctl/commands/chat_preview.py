@@ -30,29 +30,27 @@ def preview(
 
 def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, index: int, *, color: bool) -> Text:
     tokens, trained = chats[index]
-    text = Text()
-    decoded = ""
+    text, decoded = Text(), ""
     ids = [int(each) for each in tokens[:_MAX_TOKENS]]
+    # Positions at which trained and untrained tokens alternate.
     edges = [0, *(np.flatnonzero(np.diff(trained[:_MAX_TOKENS])) + 1).tolist(), len(ids)]
     for start, stop in zip(edges, edges[1:], strict=False):
-        decoded, piece = _piece(tokenizer, ids, decoded, (start, stop))
-        piece = printable(piece)
-        if trained[start]:
-            text.append(piece if color else f"{_OPEN}{piece}{_CLOSE}", style=_TRAINED)
-        else:
-            text.append(piece)
+        decoded, piece = _decode_next(tokenizer, ids, decoded, (start, stop))
+        piece, is_trained = printable(piece), bool(trained[start])
+        marked = f"{_OPEN}{piece}{_CLOSE}" if is_trained and not color else piece
+        text.append(marked, style=_TRAINED if is_trained else None)
     if len(tokens) > len(ids):
         text.append(f" … {len(tokens) - len(ids):,} more tokens")
     return text
 
 
-def _piece(
+def _decode_next(
     tokenizer: FileTokenizer, tokens: Sequence[int], decoded: str, span: tuple[int, int]
 ) -> tuple[str, str]:
     """Return the text up to the end of `span`, and the part of the text that is in `span`.
 
-    The part is cut from the whole text, because tokenizers write spaces depending on the tokens
-    before. `decoded` is the text before `span`.
+    The part is cut from the whole text, because spaces depend on the previous tokens. `decoded` is
+    the text before `span`.
     """
     start, stop = span
     text = tokenizer.decode(tokens[:stop], skip_special_tokens=False)
@@ -64,14 +62,14 @@ def _piece(
 def histogram(chats: Sequence[DocumentSet]) -> list[str]:
     """Return the distribution of sample lengths: a line with a bar for each power of two."""
     lengths = np.concatenate([each.lengths for each in chats])
-    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-    powers = np.flatnonzero(bins)
+    counts = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+    powers = np.flatnonzero(counts)
     if not len(powers):
         return []
     lines = []
     for power in range(int(powers[0]), int(powers[-1]) + 1):
-        bar = "█" * round(_BAR_WIDTH * bins[power] / bins.max())
-        lines.append(f"up to {1 << power:>8,} tokens {bins[power]:>9,} {bar}".rstrip())
+        bar = "█" * round(_BAR_WIDTH * counts[power] / counts.max())
+        lines.append(f"up to {1 << power:>8,} tokens {counts[power]:>9,} {bar}".rstrip())
     return lines
 
 

@@ -83,10 +83,10 @@ def shard_checkpoint(
     config = compose_config(["model=hf", f"model.path={source}"]).config
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
-    about = CheckpointMetadata(
+    metadata = CheckpointMetadata(
         config=only_model_settings(to_settings(config)), attachments=read_model_assets(source)
     )
-    total = write_sharded_weights(weights, destination, num_files=world_size, metadata=about)
+    total = write_sharded_weights(weights, destination, num_files=world_size, metadata=metadata)
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 
 
@@ -102,15 +102,15 @@ def inspect_checkpoint(source: SourceArg, as_json: AsJson = False) -> None:
         say(f"attached files: {', '.join(manifest.attachments)}")
     _show(("file", "bytes", "tensors"), _rows_of_files(reader))
     _show(("tensor", "shape", "dtype", "bytes"), _rows_of_tensors(reader))
-    _show(("configuration", ""), [[name, text] for name, text in manifest.config.items()])
+    _show(("configuration", ""), list(map(list, manifest.config.items())))
 
 
 def _to_json(reader: CheckpointReader) -> dict[str, Any]:
     """Return the manifest, and the file and span of each part of a tensor."""
     content: dict[str, Any] = json.loads(reader.manifest.to_json())
-    for key, about in content["tensors"].items():
-        about["bytes"] = reader.manifest.tensors[key].nbytes
-        about["spans"] = [
+    for key, info in content["tensors"].items():
+        info["bytes"] = reader.manifest.tensors[key].nbytes
+        info["spans"] = [
             {"file": part.file.path.name, "start": part.stored.span.start,
              "stop": part.stored.span.stop}
             for part in reader.parts(key)
@@ -150,11 +150,11 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
     kinds = Counter(key.split("/")[0] for key in tensors)
     weights = [info for key, info in tensors.items() if _is_weight(key)]
     dtypes = ", ".join(sorted({info.dtype for info in weights}))
-    dtypes += " with 8 more bits each" if _REMAINDER in kinds else ""
+    dtypes += " with 8-bit remainders" if _REMAINDER in kinds else ""
     model = manifest.config.get("model", "a custom model")
     at = f", step {progress.step}, {progress.samples:,} samples"
     if not manifest.config:  # from a custom training loop: only the optimizer counts steps
-        at = f", optimizer step {steps}" if (steps := progress.optimizer_step) else ""
+        at = f", optimizer step {progress.optimizer_step}" * (progress.optimizer_step > 0)
     yield f"{reader}: {model}{at}"
     numel = sum(info.numel for info in weights)
     yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"

@@ -41,7 +41,7 @@ def compare_runs(
     else:
         say(f"A       {run_a}", f"B       {run_b}", "")
         series = {name: comparison[name] for name in _COMPARED_METRICS}
-        rows = [[name, f"{x['compared']:,}", _first(x)] for name, x in series.items()]
+        rows = [[name, f"{x['compared']:,}", _first_text(x)] for name, x in series.items()]
         show_table(("metric", "steps", "first difference"), rows, right=("steps",))
         for name in ("configuration", "environment"):
             rows = [[x["key"], x["a"] or "not set", x["b"] or "not set"] for x in comparison[name]]
@@ -55,36 +55,35 @@ def compare_runs(
 
 def compare_run_dirs(a: Path, b: Path) -> dict[str, Any]:
     """Compare the runs in two directories; UsageError if one is not a run or corrupted."""
-    configuration = _differing(*map(read_settings, (a, b)))
-    of_a, of_b = map(_metrics_by_step, (a, b))
-    series = {name: _compared(name, of_a[name], of_b[name]) for name in _COMPARED_METRICS}
-    differences = [*_differences(series)]
+    configuration = _differing_settings(*map(read_settings, (a, b)))
+    values_a, values_b = map(_metrics_by_step, (a, b))
+    series = {x: _compare_series(x, values_a[x], values_b[x]) for x in _COMPARED_METRICS}
+    differences = [*_loss_differences(series)]
     return {
         "a": str(a), "b": str(b), **series, "configuration": configuration,
-        "environment": _differing(*map(_environment, (a, b))),
+        "environment": _differing_settings(*map(_environment, (a, b))),
         "equal": not differences, "differences": differences,
     }  # fmt: skip
 
 
-def _differences(series: Mapping[str, Any]) -> Iterator[str]:
+def _loss_differences(series: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each difference of the losses; settings do not count."""
     if not series["loss"]["compared"]:
         yield "no common step"
     for name in _DECIDING:
         if (first := series[name]["first"]) is not None:
-            yield f"{name} from step {first['step']} on ({_shown(first)})"
+            yield f"{name} from step {first['step']} on ({_values_text(first)})"
     if series["loss"]["compared"] and (more := series["loss"]["only_in_one"]):
         yield f"{more} steps in one run only"
 
 
-def _first(series: Mapping[str, Any]) -> str:
-    first = series["first"]
-    if first is None:
+def _first_text(series: Mapping[str, Any]) -> str:
+    if (first := series["first"]) is None:
         return "equal" if series["compared"] else "-"
-    return f"step {first['step']}: {_shown(first)}"
+    return f"step {first['step']}: {_values_text(first)}"
 
 
-def _shown(first: Mapping[str, Any]) -> str:
+def _values_text(first: Mapping[str, Any]) -> str:
     """Return both values, with the digits in which they differ."""
     values = [first["a"], first["b"]]
     rounded, exact = ([format(x or 0.0, form) for x in values] for form in (".9g", ""))
@@ -92,7 +91,7 @@ def _shown(first: Mapping[str, Any]) -> str:
     return " and ".join("not finite" if x is None else text for x, text in texts)
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[dict[str, str | None]]:
+def _differing_settings(a: Mapping[str, str], b: Mapping[str, str]) -> list[dict[str, str | None]]:
     return [
         {"key": key, "a": a.get(key), "b": b.get(key)}
         for key in sorted(a.keys() | b.keys())
@@ -101,8 +100,8 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[dict[str, str
 
 
 def _environment(run_dir: Path) -> dict[str, str]:
-    (*_, newest) = [{}, *read_starts(run_dir)]
-    if isinstance(variables := newest.get("variables"), dict):  # a line for each
+    newest = (read_starts(run_dir) or [{}])[-1]
+    if isinstance(variables := newest.get("variables"), dict):  # each has a line
         newest |= {f"variables.{key}": x for key, x in variables.items()} | {"variables": None}
     return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
@@ -117,7 +116,7 @@ def _metrics_by_step(run_dir: Path) -> dict[str, dict[int, float | None]]:
     return values
 
 
-def _compared(name: str, a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[str, Any]:
+def _compare_series(name: str, a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[str, Any]:
     keys = sorted(a.keys() & b.keys())
     steps = ({"step": step, "a": a[step], "b": b[step]} for step in keys)
     first = next((each for each in steps if each["a"] != each["b"]), None)

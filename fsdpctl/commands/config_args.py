@@ -46,9 +46,7 @@ RanksPerNode = Annotated[
     typer.Option("--nproc-per-node", metavar="N", help="Same as launch.nproc_per_node=N."),
 ]
 YAML = (".yaml", ".yml")
-
-
-_SHOWN = set(Origin) - {Origin.DEFAULT}  # origins that a printed recipe shows
+_SHOWN_ORIGINS = set(Origin) - {Origin.DEFAULT}  # in a printed recipe
 
 
 class ConfigArguments(NamedTuple):
@@ -70,7 +68,8 @@ def normalize(
             if recipe is not None:
                 raise UsageError(f"{text}: conflicts with the recipe {recipe}; pass only one")
             recipe = text
-        elif name.startswith("--") and ("." in name or name[2:] in GROUPS):  # never an option
+        # No option has a dot or the name of a group.
+        elif name.startswith("--") and ("." in name or name[2:] in GROUPS):
             normalized.append(f"{name[2:]}={value if equals else next(rest, '')}")
         else:
             normalized.append(text)
@@ -80,20 +79,18 @@ def normalize(
 
 
 def note_changes(composed: Composed) -> None:
-    """Print the ignored and the renamed keys of a configuration."""
+    """Print ignored keys, which belong to the result, and renamed keys to standard error."""
     say(*composed.ignored_lines)
     note(*composed.renamed)
 
 
-def recipe_text(config: Config, left_out: Collection[str] = ()) -> str:
+def config_as_recipe(config: Config, left_out: Collection[str] = ()) -> str:
     """Return a configuration as a recipe with the origins of values, without some settings."""
     settings = user_settings(config)
-    shown = {
-        name: x for name, x in settings.items() if not {name, name.split(".")[0]} & {*left_out}
-    }
-    all_origins = {name: config.origin(name) for name in shown}
-    origins = {n: x.value for n, x in all_origins.items() if x in _SHOWN and shown[n] != AUTO}
-    return settings_to_yaml(shown, origins).rstrip()
+    names = [x for x in settings if not {x, x.split(".")[0]} & {*left_out}]
+    origins = {name: config.origin(name) for name in names if settings[name] != AUTO}
+    texts = {name: x.value for name, x in origins.items() if x in _SHOWN_ORIGINS}
+    return settings_to_yaml({name: settings[name] for name in names}, texts).rstrip()
 
 
 def check_choice(option: str, value: str | None, choices: Sequence[str]) -> None:

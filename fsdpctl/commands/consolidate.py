@@ -49,9 +49,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
     ] = None,
     max_file_size: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="hf: size beyond which another file starts; default: 5GB."
-        ),
+        typer.Option(metavar="SIZE", help="hf: size at which another file starts; default: 5GB."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier export in DST.")
@@ -74,19 +72,19 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
     """Export a checkpoint to Hugging Face, GGUF or PEFT."""
     check_choice("--dtype", dtype, _DTYPES)
     check_choice("--format", format, _FORMATS)
-    target = UploadTarget(destination, overwrite) if ":/" in destination else None
-    folder = Path(destination if target is None else target.name.partition("/")[2])
-    format = format or ("gguf" if folder.suffix == ".gguf" else "hf")
+    target = UploadTarget(destination, overwrite) if ":/" in destination else None  # hf://
+    path = Path(destination if target is None else target.name.partition("/")[2])
+    format = format or ("gguf" if path.suffix == ".gguf" else "hf")
     if format != "hf" and max_file_size is not None:
         raise UsageError("--max-file-size: only valid with --format hf")
     if format == "gguf" and target is not None:
         raise UsageError(f"{destination}: only valid with --format hf or peft")
     if format == "peft" and (merge or dtype is not None):
         option = "--merge" if merge else "--dtype"
-        raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
+        raise UsageError(f"{option}: only valid with --format hf or gguf")
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format != "gguf":
-        check_destination(folder.resolve(), overwrite=overwrite)
+        check_destination(path.resolve(), overwrite=overwrite)
     if target is not None:
         target.check()
     reader = open_source(source, best=best)
@@ -95,51 +93,45 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
     if format == "peft":
         from fsdpctl.checkpoint.peft import write_peft
 
-        count = write_peft(reader, folder, names_base=target is None, **options)
-        say(f"{folder}: {count:,} bytes of adapters, {step}")
+        count = write_peft(reader, path, names_base=target is None, **options)
+        say(f"{path}: {count:,} bytes of adapters, {step}")
     else:
         verify_base(reader)
         options["merge"] = merge
         if format == "gguf":
-            exported = write_gguf(
-                reader, folder, dtype=EXPORT_DTYPES[dtype or "float32"], **options
-            )
+            exported = write_gguf(reader, path, dtype=EXPORT_DTYPES[dtype or "float32"], **options)
         else:
-            exported = consolidate(reader, folder, dtype=dtype, max_file_bytes=limit, **options)
+            exported = consolidate(reader, path, dtype=dtype, max_file_bytes=limit, **options)
         size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
         say(f"{exported.path}: {size}, {step}", *exported.notes)
-    _finish(reader, folder.resolve(), is_peft=format == "peft")
+    _finish(reader, path.resolve(), is_peft=format == "peft")
     if target is not None:
-        say(f"{target.upload(folder)}: uploaded, private")
+        say(f"{target.upload(path)}: uploaded, private")
 
 
-def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
+def _finish(reader: CheckpointReader, exported_path: Path, *, is_peft: bool) -> None:
     """Add a model card if the export is a directory; verify the export."""
     from fsdpctl.checkpoint.verify_export import verify_export  # imports torch
-    from fsdpctl.run.card import model_card
+    from fsdpctl.run.card import base_model_path, model_card
 
-    settings, info = reader.manifest.config, reader.manifest.base
-    path = "" if settings.get("model.init") == "random" else settings.get("model.path", "")
-    path = path if info is None else info.path
+    path = base_model_path(reader)
     base = Path(path) if path and Path(path).exists() else None
     if path and base is None:
         say(f"{path}: base model not found, so the export is not compared with it")
-    if export.is_dir():
-        write_synced(export / CARD, model_card(reader, is_peft=is_peft))
-        exported = ExportedDirectory(export)
+    if exported_path.is_dir():
+        write_synced(exported_path / CARD, model_card(reader, is_peft=is_peft))
+        exported = ExportedDirectory(exported_path)
         _read_all(exported, exported.counts()["bytes"])
-    findings = verify_export(export, base, is_trained=reader.manifest.progress.step > 0)
-    say(*map(str, findings), f"{export}: verified")
-    _refuse_lost(export, findings)
+    findings = verify_export(exported_path, base, is_trained=reader.manifest.progress.step > 0)
+    say(*map(str, findings), f"{exported_path}: verified")
+    _raise_if_lost(exported_path, findings)
 
 
 def verify_checkpoint(
     source: SourceArg,
     base: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|DIR", help="Model to compare an export with: a name, directory or run."
-        ),
+        typer.Option(metavar="NAME|DIR", help="Base model of an export: a name, directory or run."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -166,9 +158,9 @@ def verify_checkpoint(
         is_complete = not any(each.is_lost for each in findings)
         show_json({"path": location, **counts, "verified": is_complete, **comparison})
     else:
-        (noun, number), (_, size) = counts.items()
-        say(f"{location}: {number} {noun}, {size:,} bytes verified", *lines)
-    _refuse_lost(folder, findings)
+        noun = next(iter(counts))  # files or tensors
+        say(f"{location}: {counts[noun]} {noun}, {counts['bytes']:,} bytes verified", *lines)
+    _raise_if_lost(folder, findings)
 
 
 def _verify_export(folder: Path, base: str | None) -> tuple[dict[str, int], list[Finding]]:
@@ -200,9 +192,10 @@ def _read_all(files: CheckpointReader | ExportedDirectory, size: int) -> None:
             advance(count)
 
 
-def _refuse_lost(folder: Path, findings: list[Finding]) -> None:
-    if lost := [each for each in findings if each.is_lost]:
-        is_damaged = any(each.subject == "files" for each in lost)
-        raise (CheckpointError if is_damaged else IncompleteExportError)(
-            f"{folder}: {len(lost)} of {len(findings)} findings: something is lost"
-        )
+def _raise_if_lost(folder: Path, findings: list[Finding]) -> None:
+    lost = [each for each in findings if each.is_lost]
+    problem = f"{folder}: {len(lost)} of {len(findings)} findings are losses"
+    if any(each.subject == "files" for each in lost):  # a checksum does not match
+        raise CheckpointError(problem)
+    if lost:
+        raise IncompleteExportError(problem)

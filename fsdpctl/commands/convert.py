@@ -10,8 +10,7 @@ from fsdpctl.commands.config_args import ConfigArguments, SettingArgs, normalize
 from fsdpctl.commands.printing import emit, note
 from fsdpctl.config.compose import parse_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.convert import UNUSED, ConvertedRecipe, recipe_text
-from fsdpctl.importers.convert import convert as to_recipe
+from fsdpctl.importers.convert import UNUSED, ConvertedRecipe, recipe_text, to_recipe
 from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.io.texts import escaped
 
@@ -46,8 +45,8 @@ def convert(
                 file.write(text)
         except FileExistsError:
             raise UsageError(f"--out {out}: already exists; choose another name") from None
-        run_it = "" if recipe.required else f"; run it: fsdpctl train {out}"
-        note(f"{out}: {len(recipe.rows)} settings{run_it}")
+        next_step = "" if recipe.required else f"; run it: fsdpctl train {out}"
+        note(f"{out}: {len(recipe.rows)} settings{next_step}")
     note(*describe_omissions(recipe))
 
 
@@ -62,12 +61,12 @@ def convert_files(files: Sequence[Path], overrides: list[str]) -> ConvertedRecip
     from fsdpctl.resolve.machine import num_ranks_of
 
     if len(files) > 2:
-        raise UsageError(f"{files[2]}: expected a training file and one of accelerate at most")
+        raise UsageError(f"{files[2]}: expected a training file, and at most one of accelerate")
     typed = dict(parse_settings(overrides))
     return to_recipe(read_other_tool(*files), typed, num_ranks_of(typed))
 
 
-def cli_settings(source: Path, arguments: ConfigArguments) -> list[str]:
+def settings_without_recipe(source: Path, arguments: ConfigArguments) -> list[str]:
     """Return the command-line overrides of `--from`; UsageError if a recipe is passed too."""
     if (recipe := arguments.recipe) is not None:
         hint = f"pass only one; for a file of accelerate, add --from {recipe}"

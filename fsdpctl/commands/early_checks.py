@@ -19,9 +19,8 @@ from fsdpctl.resolve.launchers import check_nodes
 def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     """Check the paths of a run and the settings of its nodes.
 
-    Only the process that prepares the run reads the data, and relative paths start in its
-    directory. But every node fetches data that is named on the Hub. UsageError if a path is
-    invalid; the message names its key.
+    A process that does not prepare the run only checks data on the Hub, which each node fetches.
+    UsageError if a path is invalid; the message names its key.
     """
     check_nodes(config.launch)
     if config.launch.name != "local" or config.launch.node_rank:
@@ -42,16 +41,15 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
         raise UsageError(f"{error}{_download_hint(recipe, str(config.data.path))}") from None
 
 
-def _check_data(config: DataConfig, kind: str = "") -> None:
+def _check_data(config: DataConfig, prefix: str = "") -> None:
     for key, path in (("data.path", config.path), ("data.val_path", config.val_path)):
-        if path is None or kind not in path or config.name == "python_stdlib":
+        if path is None or prefix not in path or config.name == "python_stdlib":
             continue
         for source in sources_in(path, key):
-            if not source.path.startswith(kind):
-                continue
-            is_stored = is_remote(source.path, f"{key}={source.path}")
-            if not (is_stored and config.name == TOKENS):
-                find_data(source.path, key, config.name)
+            if source.path.startswith(prefix):
+                is_in_store = is_remote(source.path, f"{key}={source.path}")
+                if not (is_in_store and config.name == TOKENS):
+                    find_data(source.path, key, config.name)
 
 
 def _download_hint(recipe: str | None, path: str) -> str:

@@ -14,7 +14,7 @@ from fsdpctl.commands.config_args import (
     normalize,
     note_changes,
 )
-from fsdpctl.commands.convert import cli_settings
+from fsdpctl.commands.convert import settings_without_recipe
 from fsdpctl.commands.printing import AsJson
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
@@ -56,8 +56,8 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Configuration file of another tool, as `convert` reads it, with accelerate's "
-            "after it; several or a directory: a line for each.",
+            help="Another tool's file, then accelerate's, if any. For several, or a directory, "
+            "prints a line each.",
         ),
     ] = None,
 ) -> None:
@@ -72,18 +72,18 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         next_step = "`fsdpctl convert` writes the recipe of a file"
         raise UsageError(f"--print-config: {problem}; {next_step}")
     arguments = normalize(settings, recipe)
-    runs = _runs_of(source or [])
-    is_single = len(runs) == len(runs[:1]) and not any(map(Path.is_dir, source or []))
+    file_groups = _group_files(source or [])
+    is_single = len(file_groups) <= 1 and not any(map(Path.is_dir, source or []))
     if not is_single and (all_strategies or fit or plot or as_json):
         raise UsageError("--from: --all-strategies, --fit, --plot and --json take a single file")
-    overrides = cli_settings(runs[0][0], arguments) if runs else []
+    overrides = settings_without_recipe(file_groups[0][0], arguments) if file_groups else []
     if not is_single:
         compose_config(overrides)
         from fsdpctl.commands.estimate_work import show_verdicts
 
-        raise typer.Exit(show_verdicts(runs, overrides, require_fit=require_fit))
-    if runs:
-        translation = read_other_tool(*runs[0])
+        raise typer.Exit(show_verdicts(file_groups, overrides, require_fit=require_fit))
+    if file_groups:
+        translation = read_other_tool(*file_groups[0])
         # Imports torch, as the work below.
         from fsdpctl.estimate.imported_config import import_config
 
@@ -99,36 +99,37 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         fits = estimate_work.print_recipe(composed, fit)
     else:
         fits = estimate_work.show_estimates(
-            composed, imported, every=all_strategies, fit=fit, plot=plot, as_json=as_json
+            composed, imported, all_strategies=all_strategies, fit=fit, plot=plot, as_json=as_json
         )
     if require_fit and not fits:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _runs_of(sources: Sequence[Path]) -> list[tuple[Path, ...]]:
+def _group_files(sources: Sequence[Path]) -> list[tuple[Path, ...]]:
     """Return the files of each run that `--from` names; of a directory, all YAML files below it.
 
-    A run is a training file, or a training file and a file of accelerate: in any order if they are
-    the only two, else accelerate's file comes second. Links within a directory are not followed.
+    A group is a training file, or a training file and accelerate's. Accelerate's file comes second,
+    unless there are only two files. Links within a directory are not followed.
     """
-    runs: list[tuple[Path, ...]] = []
-    # Whether the previous file is accelerate's. None: the previous run is complete.
-    last: bool | None = None
+    groups: list[tuple[Path, ...]] = []
+    was_accelerate: bool | None = None  # the previous file; None: its group is complete
     for source in sources:
         if not source.is_dir():
             if len(sources) > 1 and not source.exists():
                 raise UsageError(f"--from {source}: not found")
             kind = is_accelerate(source) if len(sources) > 1 else None
-            if last is not None and kind is (not last) and (kind or len(sources) == 2):
-                runs[-1], last = (*runs[-1], source), None
+            is_pair = was_accelerate is not None and kind is (not was_accelerate)
+            # Accelerate's file comes second; or first, if there are two files.
+            if is_pair and (kind or len(sources) == 2):
+                groups[-1], was_accelerate = (*groups[-1], source), None
             else:
-                runs.append((source,))
-                last = kind
+                groups.append((source,))
+                was_accelerate = kind
             continue
-        last = None
+        was_accelerate = None
         below = (each for each in source.rglob("*") if each.suffix in YAML)
         files = sorted(each for each in below if each.is_file() and not each.is_symlink())
         if not files:
             raise UsageError(f"--from {source}: contains no YAML file")
-        runs += [(each,) for each in files]
-    return runs
+        groups += [(each,) for each in files]
+    return groups

@@ -27,7 +27,7 @@ _VERDICTS = {
 
 
 def show_all(
-    estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[LargestFit]
+    estimator: Estimator, config: Config, estimates: list[RunEstimate], largest: list[LargestFit]
 ) -> None:
     """Print a table of the strategies, and notes on the strategies that it lacks."""
     _show_strategies(estimator, estimates)
@@ -41,18 +41,18 @@ def show_all(
         say(f"on one node, {', '.join(duplicates)} are the same as strategies above")
     if refused := [name for name in strategies if name not in {*shown, *duplicates}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
-    for each, fit in zip(estimates, fits, strict=False):
+    for each, fit in zip(estimates, largest, strict=False):
         say(f"{each.config.strategy.name}: {fit_line(fit)}")
 
 
-def show_one(estimator: Estimator, estimate: RunEstimate, fits: list[LargestFit]) -> None:
+def show_one(estimator: Estimator, estimate: RunEstimate, largest: list[LargestFit]) -> None:
     """Print an estimate; if nothing fits, with suggestions."""
     say(*heading([estimate]))
     _show_breakdown(estimate)
     say("", *conclusions(estimate), *_time_lines(estimator, estimate))
-    if fits:
-        say(f"fit     {fit_line(fits[0])}")
-    nothing_fits = fits[0].estimate is None if fits else not estimate.fits
+    if largest:
+        say(f"fit     {fit_line(largest[0])}")
+    nothing_fits = largest[0].estimate is None if largest else not estimate.fits
     if nothing_fits:
         say(*note_on_local_cpu(estimate), *describe_suggestions(suggest(estimator, estimate.plan)))
 
@@ -83,10 +83,9 @@ def heading(estimates: Sequence[RunEstimate]) -> list[str]:
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
     size = config.train.context_parallel
-    owner = "rank" if size == 1 else f"group of {size} ranks"
-    batches, prefetches, recomputations = [
-        " or ".join(dict.fromkeys(texts)) for texts in zip(*map(_selected, estimates), strict=True)
-    ]
+    owner = "rank runs" if size == 1 else f"group of {size} ranks runs"
+    texts = zip(*map(_selected_texts, estimates), strict=True)
+    batches, prefetches, recomputations = (" or ".join(dict.fromkeys(each)) for each in texts)
     products = " with TF32 products" * config.uses_tf32
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
@@ -102,13 +101,13 @@ def heading(estimates: Sequence[RunEstimate]) -> list[str]:
         f"dtypes  {precision.param_dtype} compute{products}, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
         f"step    {first.tokens_per_step:,} tokens{raised}: each {owner} {batches} samples of "
-        f"{config.train.seq_len}; accumulation {config.accumulation.name}; "
+        f"{config.train.seq_len} tokens; accumulation {config.accumulation.name}; "
         f"activation checkpointing {recomputations}{compiled}; prefetch {prefetches}",
         "",
     ]
 
 
-def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
+def _selected_texts(estimate: RunEstimate) -> tuple[str, str, str]:
     batches, prefetch = estimate.batches, estimate.config.prefetch
     return (
         f"{batches.num_micro_batches} x {batches.micro_batch_size}",
@@ -119,26 +118,24 @@ def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
 
 def _trained(estimate: RunEstimate) -> str:
     counts = {"active": estimate.num_active, "trained": estimate.num_trained}
-    others = {kind: n for kind, n in counts.items() if n != estimate.num_params}
-    texts = [f", {n:,} {kind}" for kind, n in others.items()]
-    return "".join(texts)
+    return "".join(f", {n:,} {kind}" for kind, n in counts.items() if n != estimate.num_params)
 
 
 def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None:
     breakdowns = [each.step.breakdown for each in estimates]
     names = [name for name in breakdowns[0] if name not in _WITHOUT_COLUMN]
     parts = [name for name in names if any(each[name] for each in breakdowns)]
-    figures = {"step_seconds": "s/step"}
+    time_columns = {"step_seconds": "s/step"}
     if has_length(estimates[0].config):
-        figures = {"hours": "hours", "cost": "cost"}
+        time_columns = {"hours": "hours", "cost": "cost"}
     rows = []
     for each in estimates:
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
-        times = time_dict(estimator, each)
-        cells += ["-" if (x := times.get(name)) is None else three_digits(x) for name in figures]
+        times = map(time_dict(estimator, each).get, time_columns)
+        cells += ["-" if x is None else three_digits(x) for x in times]
         reserved = format_bytes(each.peak_reserved)
         rows.append((each.config.strategy.name, verdict(each), *cells, reserved))
-    columns = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]
+    columns = [*(name.replace("_", " ") for name in parts), *time_columns.values(), "reserved"]
     show_table(("strategy", "verdict", *columns), rows, right=columns)
 
 
@@ -150,15 +147,11 @@ def verdict(estimate: RunEstimate) -> str:
 def _show_breakdown(estimate: RunEstimate) -> None:
     rows = []
     for name, nbytes in estimate.step.breakdown.items():
-        largest = [each for each in estimate.step.peak.largest if each.category == name]
-        tensors = [
-            f"{each.count} x {each.description}, {format_bytes(each.nbytes)}"
-            for each in largest[:2]
-        ]
+        largest = [x for x in estimate.step.peak.largest if x.category == name][:2]
+        tensors = [f"{x.count} x {x.description}, {format_bytes(x.nbytes)}" for x in largest]
         rows.append((name.replace("_", " "), format_bytes(nbytes), "; ".join(tensors)))
-    rows.append(
-        ("allocated", format_bytes(estimate.allocated), f"peak at: {estimate.step.peak.phase}")
-    )
+    phase = f"peak at: {estimate.step.peak.phase}"
+    rows.append(("allocated", format_bytes(estimate.allocated), phase))
     title = f"{estimate.config.strategy.name}, per rank at the peak"
     show_table((title, "", "largest tensors"), rows, right=("",))
 
@@ -166,7 +159,8 @@ def _show_breakdown(estimate: RunEstimate) -> None:
 def conclusions(estimate: RunEstimate) -> list[str]:
     """Return lines about memory outside the peak; the last line is the verdict."""
     config, outside = estimate.config, estimate.outside_allocator
-    on_device = estimate.available - estimate.peak_reserved
+    device_margin = estimate.available - estimate.peak_reserved
+    is_of_host = estimate.margin < device_margin
     lines = []
     if config.launch.device == "cuda":
         each = [f"{format_bytes(nbytes)} {name}" for name, nbytes in estimate.step.reserved.items()]
@@ -188,12 +182,12 @@ def conclusions(estimate: RunEstimate) -> list[str]:
         f"{format_bytes(estimate.checkpoint_bytes)} of disk",
         f"verdict {_VERDICTS[estimate.verdict]}: {format_bytes(abs(estimate.margin))} "
         f"{'to spare' if estimate.margin >= 0 else 'missing'}"
-        f"{' per rank of host memory' if estimate.margin < on_device else ''}{_reserve(estimate)}",
+        f"{' per rank of host memory' * is_of_host}{_headroom(estimate)}",
     ]
     return lines
 
 
-def _reserve(estimate: RunEstimate) -> str:
+def _headroom(estimate: RunEstimate) -> str:
     if not estimate.reserve or not estimate.fits:
         return ""
     reserve, percent = format_bytes(estimate.reserve), f"{estimate.reserve_share:.0%}"
@@ -229,10 +223,9 @@ def fit_line(fit: LargestFit) -> str:
 def show_translation(imported: ImportedConfig) -> None:
     """Print the settings that affect memory with their origin, and what is left out."""
     say(f"{imported.translation.tool}: {imported.translation.source.file}")
+    reason = imported.engine_reason
     for row in imported.rows:
-        settings = [
-            each for each in row.settings if not (imported.engine_reason and each[:7] == "engine=")
-        ]
+        settings = [x for x in row.settings if not (reason and x.startswith("engine="))]
         overridden = [each for each in settings if each in imported.overridden]
         notes = [f"overridden: {' '.join(overridden)}"] if overridden else []
         notes += [row.note] if row.note else []

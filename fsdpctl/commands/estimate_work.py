@@ -1,11 +1,10 @@
 """The work of `fsdpctl estimate-memory`: estimates for its options, as text, JSON or recipe."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fsdpctl.commands.charts import draw_estimates
-from fsdpctl.commands.config_args import recipe_text
+from fsdpctl.commands.config_args import config_as_recipe
 from fsdpctl.commands.estimate_report import (
     conclusions,
     fit_line,
@@ -50,7 +49,7 @@ def show_estimates(
     composed: Composed,
     imported: ImportedConfig | None,
     *,
-    every: bool,
+    all_strategies: bool,
     fit: str | None,
     plot: Path | None,
     as_json: bool,
@@ -60,10 +59,11 @@ def show_estimates(
     `imported` is the other tool's file that is estimated.
     """
     estimator = Estimator()
-    (note if as_json else say)(*notes_on_memory(composed.config))
-    ranked = estimates_of(estimator, composed, all_strategies=every)
-    estimates = [each for each, _ in ranked]
-    (note if as_json else say)(*notes_on_cores(estimates[0].config))
+    show = note if as_json else say
+    show(*notes_on_memory(composed.config))
+    with_rankings = estimates_of(estimator, composed, all_strategies=all_strategies)
+    estimates = [each for each, _ in with_rankings]
+    show(*notes_on_cores(estimates[0].config))
     fits = [_fit(estimator, composed.config, each, fit) for each in estimates if fit is not None]
     if plot is not None:
         note(f"written: {draw_estimates(estimates, plot)}")
@@ -72,24 +72,24 @@ def show_estimates(
             each.to_dict()
             | time_dict(estimator, each)
             | ({} if ranking is None else {"selected": ranking.to_dict()})
-            for each, ranking in ranked
+            for each, ranking in with_rankings
         ]
         for entry, largest in zip(entries, fits, strict=False):
             entry["fit"] = largest.to_dict()
         if imported is not None:
             entries = [entry | {"from": imported.to_dict()} for entry in entries]
-        show_json(entries if every else entries[0])
+        show_json(entries if all_strategies else entries[0])
         return any(each.fits for each in estimates)
     if imported is not None:
         show_translation(imported)
-    if every:
+    if all_strategies:
         say(*heading(estimates))
         show_all(estimator, composed.config, estimates, fits)
-        for each, ranking in ranked:
+        for each, ranking in with_rankings:
             if ranking is not None:
                 say(f"{each.config.strategy.name}: {ranking.summary}")
     else:
-        if (ranking := ranked[0][1]) is not None:
+        if (ranking := with_rankings[0][1]) is not None:
             say(*describe_ranking(ranking))
         show_one(estimator, estimates[0], fits)
     return any(each.fits for each in estimates)
@@ -107,7 +107,7 @@ def print_recipe(composed: Composed, fit: str | None) -> bool:
         note(f"fit     {fit_line(largest)}")
         if largest.estimate is not None:
             estimate, values = largest.estimate, largest.values
-    emit(recipe_text(_estimated_settings(config, estimate).changed(values, Origin.SELECTED)))
+    emit(config_as_recipe(_estimated_settings(config, estimate).changed(values, Origin.SELECTED)))
     note(*conclusions(estimate)[-1:])
     return estimate.fits
 
@@ -129,15 +129,13 @@ def _estimated_settings(requested: Config, estimate: RunEstimate) -> Config:
     return replace(config, origins={**config.origins, **origins})
 
 
-def show_verdicts(
-    runs: Sequence[tuple[Path, ...]], settings: Sequence[str], *, require_fit: bool
-) -> int:
+def show_verdicts(groups: list[tuple[Path, ...]], settings: list[str], *, require_fit: bool) -> int:
     """Print a line with the verdict of each file of another tool; return the exit code."""
     verdicts, failed = set(), []
-    for index, files in enumerate(runs, start=1):
+    for index, files in enumerate(groups, start=1):
         file = " and ".join(map(str, files))
         try:
-            with doing(f"estimating {file} ({index} of {len(runs)})"):
+            with doing(f"estimating {file} ({index} of {len(groups)})"):
                 imported = import_config(read_other_tool(*files), settings)
                 [(estimate, _)] = estimates_of(Estimator(), imported.composed, all_strategies=False)
         except (UsageError, CheckpointError) as error:
@@ -147,10 +145,10 @@ def show_verdicts(
         verdicts.add(estimate.verdict)
         translation = imported.translation
         left_out = [*(row.key for row in translation.excluded), *translation.unrecognized]
-        note_on_rest = f"; left out: {', '.join(left_out)}" if left_out else ""
-        peak, available = estimate.peak_reserved, max(0, estimate.available)
-        sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
-        say(f"{file}: {verdict(estimate)}, {sizes}{note_on_rest}")
+        rest = f"; left out: {', '.join(left_out)}" if left_out else ""
+        available = format_bytes(max(0, estimate.available))
+        sizes = f"{format_bytes(estimate.peak_reserved)} of {available}"
+        say(f"{file}: {verdict(estimate)}, {sizes}{rest}")
     if require_fit and failed:
         print_error(f"--require-fit: not estimated: {', '.join(failed)}")
     if require_fit and (failed or verdicts - {"fits"}):

@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.commands.config_args import SettingArgs, normalize
 from fsdpctl.commands.printing import AsJson, say, show_json
-from fsdpctl.commands.sample import Weights, note_adapters
+from fsdpctl.commands.sample import ModelArg, note_ignored_parts
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import model_directory
 from fsdpctl.config.model_path import is_foreign_model
@@ -31,9 +31,10 @@ from fsdpctl.training.assemble import make_model, single_rank_strategy
 from fsdpctl.training.validation_loss import ValidationLoss, bits_per_byte, validation_loss
 
 _DATA_KEYS = ("data", "train.seq_len")
+_MOST_LOG = 700.0  # exp(700) still fits into a float
 
 
-def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = False) -> None:
+def evaluate(source: ModelArg, settings: SettingArgs = None, as_json: AsJson = False) -> None:
     """Compute loss, perplexity and bits per byte.
 
     A run or checkpoint is evaluated on its own data, unless data=… is set:
@@ -41,21 +42,21 @@ def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = Fa
     """
     source = model_directory(source)
     folder = source if is_foreign_model(source) else find_checkpoint(source)
-    note_adapters(source)
+    note_ignored_parts(source)
     overrides = normalize(settings).settings
     names = {text.partition("=")[0] for text in overrides}
     has_other_data = bool({"data", "data.path"} & names)
     model = {"model": "hf", "model.path": str(folder), "launch.nproc_per_node": "1"}
     defaults = [f"{name}={text}" for name, text in model.items() if name not in names]
-    of_run = _data_settings(folder)
+    run_settings = _data_settings(folder)
     if has_other_data:
-        of_run = [x for x in of_run if not x[0].startswith("data")]
-    opened = prepare(compose_config([*defaults, *overrides], converted=of_run))
+        run_settings = [(key, text) for key, text in run_settings if not key.startswith("data")]
+    opened = prepare(compose_config([*defaults, *overrides], converted=run_settings))
     evaluation = _evaluate(opened)
-    loss, perplexity = evaluation.mean, math.exp(min(evaluation.mean, 700.0))
+    loss, perplexity = evaluation.mean, math.exp(min(evaluation.mean, _MOST_LOG))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
-    is_seen = not has_other_data and not is_foreign_model(source)  # the data of the run
-    split = "validation" if opened.data.val else "training" if is_seen else "all"
+    is_own_data = not has_other_data and not is_foreign_model(source)  # the data of the run
+    split = "validation" if opened.data.val else "training" if is_own_data else "all"
     if as_json:
         show_json({
             "path": str(folder), "part": split, "loss": loss, "perplexity": perplexity,
@@ -64,33 +65,32 @@ def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = Fa
         })  # fmt: skip
         return
     in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
-    seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(split, "")
-    say(f"{folder}: {opened.data.description}{seen}", *opened.data.format_notes)
+    note = {"training": ", training data (no validation data)", "all": ", all data"}.get(split, "")
+    say(f"{folder}: {opened.data.description}{note}", *opened.data.format_notes)
     say(f"loss {loss:.4f} nats per token, perplexity {perplexity:.2f}{in_bits}")
     say(*(f"{name}: loss {each:.4f}" for name, each in evaluation.by_source.items()))
     say(f"over {evaluation.tokens:,} tokens in samples of {opened.config.train.seq_len}")
 
 
 def _data_settings(source: Path) -> list[tuple[str, str]]:
-    of_run = read_manifest(source).config if (source / MANIFEST).exists() else {}
-    of_data = (each for each in of_run.items() if each[0].startswith(_DATA_KEYS))
-    return [each for each in of_data if each[0] != "data.tokenizer"]
+    settings = read_manifest(source).config if (source / MANIFEST).exists() else {}
+    names = [x for x in settings if x.startswith(_DATA_KEYS) and x != "data.tokenizer"]
+    return [(name, settings[name]) for name in names]
 
 
 def _evaluate(opened: Prepared) -> ValidationLoss:
     # On one rank, all strategies compute the same: there is nothing to select for `auto`.
     strategy = engine_strategies(opened.config.engine.name)[0]
-    plan = make_run_plan(
-        opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None)
-    )
+    selection = Selection(strategy, Recomputation("none"), PrefetchConfig(), None)
+    plan = make_run_plan(opened.config, selection)
     config, data = plan.config, opened.data
     stream = data.val or data.train
     device = torch.device(str(config.launch.device))
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
         model = make_model(config, device, strategy=single_rank_strategy(config), empty=True)
-        base, _ = open_pretrained(config.model, folder, model.collectives)
-        load_weights(initial_weights(config.model, model.module, config.train.seed, base), model)
+        weights, _ = open_pretrained(config.model, folder, model.collectives)
+        load_weights(initial_weights(config.model, model.module, config.train.seed, weights), model)
     vocab_size = data.vocab_size or vocabulary_of(config, data)
     batches = Batches(stream.samples(config.train.seq_len), plan.batches, 0, vocab_size)
     total = batches.num_validation_batches(0)

@@ -28,7 +28,7 @@ def list_choices(
     default = default_config()
     if as_json:
         sections = list(SECTIONS) if group is None else [group]
-        descriptions = [_described(each, default) for each in sections]
+        descriptions = [_describe_section(each, default) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
         show_json(descriptions if group else [*descriptions, recipes])
     elif group is None:
@@ -39,14 +39,14 @@ def list_choices(
 
 def _keys_of(group: str) -> dict[str, Key]:
     keys = {name: key for name, key in KEYS.items() if not key.user_key}
-    of_group = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
-    if not of_group and group not in SECTIONS:
+    in_group = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
+    if not in_group and group not in SECTIONS:
         problem = f"no such group or key{hint(group, [*SECTIONS, *keys])}"
         raise UsageError(f"{group}: {problem} (expected {', '.join(SECTIONS)})")
-    return of_group
+    return in_group
 
 
-def _described(section: str, default: Config) -> dict[str, Any]:
+def _describe_section(section: str, default: Config) -> dict[str, Any]:
     keys = _keys_of(section)
     is_group = section in GROUPS
     return {
@@ -54,7 +54,7 @@ def _described(section: str, default: Config) -> dict[str, Any]:
         "default": default.value(section) if is_group else None,
         "choices": options_of(section) if is_group else [],
         "keys": [
-            {"name": name, "type": key.type, "default": _default(key, default),
+            {"name": name, "type": key.type, "default": _default_text(key, default),
               "allowed": key.allowed, "meaning": key.meaning}
             for name, key in keys.items()
         ],
@@ -62,8 +62,8 @@ def _described(section: str, default: Config) -> dict[str, Any]:
 
 
 def _list_everything(default: Config) -> None:
-    firsts = {group: getattr(default, group).name for group in GROUPS}
-    names = {group: dict.fromkeys([first, *options_of(group)]) for group, first in firsts.items()}
+    defaults = {group: getattr(default, group).name for group in GROUPS}
+    names = {group: dict.fromkeys([first, *options_of(group)]) for group, first in defaults.items()}
     groups = [(group, ", ".join(each)) for group, each in names.items()]
     show_table(("group", "options (default first)"), groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}\n")
@@ -75,7 +75,7 @@ def _list_everything(default: Config) -> None:
 
 
 def _list_section(section: str, default: Config) -> None:
-    section_keys = _keys_of(section)
+    keys = _keys_of(section)
     if section in GROUPS:
         folder = package_folder("conf") / section
         choices = {
@@ -84,19 +84,16 @@ def _list_section(section: str, default: Config) -> None:
         }
         rows = [(each, first_comment(file)) for each, file in choices.items()]
         show_table(("option", "description"), rows)
-        if not section_keys:
+        if not keys:
             return
         say("")
     if out.is_terminal and out.width < _NARROW:
-        for name, key in section_keys.items():
-            say(f"{name}={_default(key, default)}", f"    {key.meaning} ({key.allowed})")
+        for name, key in keys.items():
+            say(f"{name}={_default_text(key, default)}", f"    {key.meaning} ({key.allowed})")
         return
-    keys = (
-        (name, _default(key, default), key.allowed, key.meaning)
-        for name, key in section_keys.items()
-    )
-    show_table(("key", "default", "allowed", "meaning"), keys)
+    lines = [(x.name, _default_text(x, default), x.allowed, x.meaning) for x in keys.values()]
+    show_table(("key", "default", "allowed", "meaning"), lines)
 
 
-def _default(key: Key, default: Config) -> str:
+def _default_text(key: Key, default: Config) -> str:
     return key.text(default.value(key.name)) or "-"

@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
 import typer
@@ -11,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.io.activity import QUIET
+from fsdpctl.io.activity import QUIET, Reporter
 from fsdpctl.io.terminal import LenientConsole, wrapped
 from fsdpctl.io.texts import one_line, printable
 
@@ -34,7 +36,7 @@ def say(*lines: str) -> None:
 
 
 def info(line: str, show: Callable[[str], None] = say) -> None:
-    """Print a line about the next activity, unless quiet."""
+    """Print a line with `show`, unless quiet: what is selected, or happens next."""
     if not os.environ.get(QUIET):
         show(line)
 
@@ -60,6 +62,9 @@ def note(*lines: str) -> None:
         _print(err, one_line(line))
 
 
+REPORTER = Reporter(result=say, note=partial(info, show=note), info=info)
+
+
 def print_error(message: str) -> None:
     """Print an error to standard error in one line."""
     text = f"fsdpctl: {printable(' '.join(message.split())[:_LONGEST])}"
@@ -71,8 +76,8 @@ def print_error(message: str) -> None:
 class _Column(NamedTuple):
     texts: list[str]  # the head and the cells
     is_right: bool  # right-aligned
-    least: int  # width if the texts wrap at words
-    most: int  # width without wrapping
+    min_width: int  # width if the texts wrap at words
+    max_width: int  # width without wrapping
 
 
 def show_table(
@@ -82,56 +87,53 @@ def show_table(
 
     The columns in `right` are right-aligned. Cells may quote other files: they are printed
     verbatim. On a terminal, texts wrap at words. If the table is still too wide, the remaining
-    columns follow below, with the first column repeated. Elsewhere, and if the table has very many
-    rows, which rich would wrap for minutes, it has its full width. A table without column names has
-    no head.
+    columns follow below, with the first column repeated. Elsewhere, and for very many rows (rich
+    would take minutes), lines have their full width. A table without column names has no head.
     """
     filled: list[_Column] = []
     for name, *cells in zip(head, *rows, strict=True):
         texts = [one_line(each) for each in (name, *cells)]
-        cells = [each for each in texts if each.strip() not in _NOTHING]
-        if not set(cells) & set(texts[1:]):
-            continue
+        filled_texts = [each for each in texts if each.strip() not in _NOTHING]
+        if not set(filled_texts) & set(texts[1:]):
+            continue  # no cell of this column is filled
         wraps = bool(filled) and any(each.count(" ") >= _FEW_WORDS for each in texts[1:])
-        unbroken = [
-            w for each in cells for w in (each.split() if wraps or each == name else [each])
-        ]
-        widths = (max(map(cell_len, each)) for each in (unbroken, cells))
+        words = (x.split() if wraps or x == name else [x] for x in filled_texts)
+        widths = (max(map(cell_len, each)) for each in (chain(*words), filled_texts))
         filled.append(_Column(texts, name in right, *widths))
     if out.is_terminal and filled and len(filled[0].texts) <= _MANY_ROWS:
         for number, part in enumerate(_parts(filled, out.width)):
             shown = _of_columns(part, out.width, has_head=any(head))
             out.print(*([""] if number else []), shown, sep="\n", soft_wrap=False, crop=False)
         return
-    padded = []
+    padded, start = [], 0 if any(head) else 1
     for each in filled:
-        lengths = [cell_len(text) for text in each.texts]
-        blanks = [" " * (max(lengths) - length) for length in lengths]
-        pairs = zip(blanks, each.texts, strict=True)
-        padded.append([a + b if each.is_right else b + a for a, b in pairs][not any(head) :])
+        width = max(map(cell_len, each.texts))
+        pairs = [(" " * (width - cell_len(text)), text) for text in each.texts[start:]]
+        padded.append([a + b if each.is_right else b + a for a, b in pairs])
     emit("\n".join((" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)))
 
 
 def _parts(columns: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
     """Divide columns into parts that fit into `width`; each part begins with the first column."""
     first, *rest = columns
-    part, used = [first], first.least
+    part, used = [first], first.min_width
     for column in rest:
-        more = column.least + _GAP
+        more = column.min_width + _GAP
         if len(part) > 1 and used + more > width:
             yield part
-            part, used = [first], first.least
+            part, used = [first], first.min_width
         part.append(column)
         used += more
     yield part
 
 
 def _of_columns(columns: Sequence[_Column], width: int, *, has_head: bool) -> Table:
-    widths = [each.least for each in columns]
+    widths = [each.min_width for each in columns]
     free = width - sum(widths) - _GAP * (len(columns) - 1)
-    while free > 0 and widths != [each.most for each in columns]:  # widen the most wrapped column
-        lacking = max(range(len(widths)), key=lambda each: columns[each].most - widths[each])
-        more = min(free, max(1, (columns[lacking].most - widths[lacking]) // 4))
+    # Widen the most wrapped column.
+    while free > 0 and widths != [each.max_width for each in columns]:
+        lacking = max(range(len(widths)), key=lambda each: columns[each].max_width - widths[each])
+        more = min(free, max(1, (columns[lacking].max_width - widths[lacking]) // 4))
         widths[lacking], free = widths[lacking] + more, free - more
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_head)
     for column, column_width in zip(columns, widths, strict=True):

@@ -40,14 +40,14 @@ from fsdpctl.run.assets import end_tokens
 from fsdpctl.training.assemble import make_model, single_rank_strategy
 from fsdpctl.training.callbacks.generation import Sampling, generate
 
-Weights = Annotated[
+ModelArg = Annotated[
     Path,
     typer.Argument(metavar="SRC", help="A run, checkpoint, Hugging Face directory or GGUF file."),
 ]
 
 
 def sample(  # noqa: PLR0913  # each is an option
-    source: Weights,
+    source: ModelArg,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[
         bool, typer.Option("--chat", help="Format the prompt by the model's chat template.")
@@ -70,15 +70,15 @@ def sample(  # noqa: PLR0913  # each is an option
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     source = model_directory(source)
     folder = source if is_foreign_model(source) else resolve_checkpoint(source)
-    note_adapters(source)
+    note_ignored_parts(source)
     if chat:
         _chat(folder, [prompt] if prompt else _user_messages(), tokens, sampling)
     else:
-        _show(sample_text(folder, prompt, tokens, sampling))
+        _print_pieces(sample_text(folder, prompt, tokens, sampling))
 
 
-def _show(pieces: Iterable[str]) -> str:
-    """Print text as it arrives: verbatim, but without control characters on a terminal."""
+def _print_pieces(pieces: Iterable[str]) -> str:
+    """Print text as it arrives, and return it. A terminal receives no control characters."""
     shown = []
     for piece in pieces:
         emit(printable(piece) if out.is_terminal else piece, end="")
@@ -87,7 +87,7 @@ def _show(pieces: Iterable[str]) -> str:
     return "".join(shown)
 
 
-def note_adapters(source: Path) -> None:
+def note_ignored_parts(source: Path) -> None:
     """Print which parts of a model are ignored: adapters next to it, or scaling in a GGUF file."""
     note(*notes_on_adapters(str(source), None), *notes_on_gguf(str(source)))
 
@@ -117,10 +117,9 @@ class TextGenerator:
             self._context = max(self._context, longest)
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
-        uses_bytes = config.data.tokenizer == BYTE_TOKENIZER
-        self.tokenizer: Tokenizer = (
-            ByteTokenizer() if uses_bytes else FileTokenizer(str(source), files)
-        )
+        self.tokenizer: Tokenizer = ByteTokenizer()
+        if config.data.tokenizer != BYTE_TOKENIZER:
+            self.tokenizer = FileTokenizer(str(source), files)
         self._sampling, self.end_tokens = sampling, end_tokens(files, str(source))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with doing(f"loading {source}"), self._out_of_memory_as_error():
@@ -131,7 +130,7 @@ class TextGenerator:
     def text_after(self, prompt: list[int], before: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text after a prompt in pieces, without the token that ends generation.
 
-        Whether the text begins with a space depends on the tokens `before`.
+        Whether the text begins with a space depends on the tokens `before`; an answer has none.
         """
         with self._out_of_memory_as_error(), doing("generating"):
             tokens = generate(
@@ -142,9 +141,8 @@ class TextGenerator:
                 sampling=replace(self._sampling, end_tokens=self.end_tokens),
                 device=self._device,
             )
-            yield from self.tokenizer.decode_stream(
-                (x for x in tokens if x not in self.end_tokens), before
-            )
+            text_tokens = (x for x in tokens if x not in self.end_tokens)
+            yield from self.tokenizer.decode_stream(text_tokens, before)
 
     @contextmanager
     def _out_of_memory_as_error(self) -> Iterator[None]:
@@ -164,7 +162,7 @@ def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> It
     generator = TextGenerator(source, count, sampling)
     tokens = generator.tokenizer.encode_prompt(prompt)
     yield prompt
-    yield from generator.text_after(tokens, tokens)
+    yield from generator.text_after(tokens, tokens)  # continues the line of the prompt
 
 
 def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling) -> None:
@@ -178,7 +176,7 @@ def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling
         _check_text(question)
         messages.append({"role": "user", "content": question})
         today = generator.config.data.date or date.today().isoformat()
-        answer = _show(generator.text_after(prompt_tokens(tokenizer, messages, today)))
+        answer = _print_pieces(generator.text_after(prompt_tokens(tokenizer, messages, today)))
         messages.append({"role": "assistant", "content": answer})
 
 

@@ -3,14 +3,13 @@
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdpctl.commands.app import exit_on_error
-from fsdpctl.commands.printing import info, note, say
+from fsdpctl.commands.printing import REPORTER
 from fsdpctl.errors import STOP_SIGNALS
-from fsdpctl.io.activity import DISPLAY, Reporter, is_first_process
+from fsdpctl.io.activity import DISPLAY, is_first_process
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,10 +52,9 @@ def train(
             from fsdpctl.resolve.script_module import compose_task, make_task
 
             task = make_task(module, loss, data, val_data, collate_fn)
-            composed, overrides = compose_task(
-                task, settings, None if recipe is None else str(recipe)
-            )
-            train_task(task, composed, overrides, Reporter(say, partial(info, show=note), info))
+            recipe = None if recipe is None else str(recipe)
+            composed, overrides = compose_task(task, settings, recipe)
+            train_task(task, composed, overrides, REPORTER)
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)

@@ -132,15 +132,17 @@ def _step_line(status: Status) -> str:
 
 def read_status(run_dir: Path) -> Status:
     """Return the state of the run in `run_dir`; UsageError if a file is corrupted."""
-    total, patience = (_setting(run_dir, key) for key in (_STEPS, _PATIENCE))
+    settings = read_settings(run_dir)
+    total, patience = (_number(run_dir, key, settings.get(key)) for key in (_STEPS, _PATIENCE))
     record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_start_events(run_dir)
-    newest, progress = _newest_checkpoint(run_dir, time.time())
-    steps = [line for line in lines if line.is_step]
-    recent, last = _of_newest_start(steps, starts), steps[-1] if steps else None
+    newest, progress = _newest_checkpoint(run_dir)
+    step_lines = [line for line in lines if line.is_step]
+    recent, last = _of_newest_start(step_lines, starts), step_lines[-1] if step_lines else None
     step = max(last.step if last else 0, newest.step if newest else 0)
     validated = max((line.step for line in lines if isinstance(line.val_loss, float)), default=0)
     is_done = progress is not None and total is not None and progress.is_finished(total, patience)
     if is_done and progress and progress.owes_validation:
+        # Only metrics.jsonl has the validation after the last checkpoint.
         is_done = validated >= progress.step
     state, message = _state(run_dir, record, is_done=is_done)
     if state == FINISHED and progress and progress.best and progress.step < (total or 0):
@@ -164,9 +166,7 @@ def read_status(run_dir: Path) -> Status:
     )
 
 
-def _of_newest_start(
-    steps: Sequence[MetricsLine], starts: Sequence[StartEvents]
-) -> list[MetricsLine]:
+def _of_newest_start(steps: list[MetricsLine], starts: list[StartEvents]) -> list[MetricsLine]:
     """Return the last steps of the newest start: earlier starts may have had other ranks."""
     first = next((each.step for each in reversed(starts) if each.step is not None), 0)
     return [line for line in steps[-_RECENT:] if line.step > first]
@@ -182,9 +182,8 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(present) if present else None
 
 
-def _setting(run_dir: Path, key: str) -> int | None:
-    """Read one setting. The whole configuration is not parsed, since that needs torch."""
-    text = read_settings(run_dir).get(key)
+def _number(run_dir: Path, key: str, text: str | None) -> int | None:
+    """Parse one setting. The whole configuration is not parsed, since that needs torch."""
     try:
         value = None if text is None else KEYS[key].parse(text)
         return None if value is None else int(str(value))
@@ -193,6 +192,7 @@ def _setting(run_dir: Path, key: str) -> int | None:
 
 
 def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> tuple[str, str]:
+    """Return the state and its reason. A failure precedes FINISHED, which needs no heartbeat."""
     is_killed = record is not None and was_killed(run_dir, record)
     is_alive = record is not None and record.is_alive and not is_killed
     if is_done and not is_alive and (record is None or record.state != FAILED):
@@ -207,15 +207,14 @@ def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> t
     if is_alive:
         return (STARTING if record.step is None else RUNNING), ""
     message, error = f"process {record.pid} on {record.host}", _first_error(run_dir)
-    if not is_killed:
+    if not is_killed:  # otherwise, `_rows` prefixes the message with the state
         message += " was killed or is unreachable"
     return (KILLED if is_killed else FAILED), f"{message}; {error}" if error else message
 
 
 def _first_error(run_dir: Path) -> str:
-    logs = sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS))
     errors = []
-    for log in logs:
+    for log in sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS)):
         with contextlib.suppress(OSError):  # a restart may move the file meanwhile
             stat = log.stat()
             if log.is_file() and stat.st_size:
@@ -223,9 +222,7 @@ def _first_error(run_dir: Path) -> str:
     return min(errors)[1] if errors else ""
 
 
-def _newest_checkpoint(
-    run_dir: Path, now: float
-) -> tuple[CheckpointStatus, Progress] | tuple[None, None]:
+def _newest_checkpoint(run_dir: Path) -> tuple[CheckpointStatus, Progress] | tuple[None, None]:
     checkpoints = complete_checkpoints(run_dir / CHECKPOINTS)
     if not checkpoints:
         return None, None
@@ -235,6 +232,6 @@ def _newest_checkpoint(
     files = ((name, folder / name, size) for name, size in sizes.items())
     wrong = next((n for n, x, size in files if not x.is_file() or x.stat().st_size != size), "")
     problem = f"{wrong}: missing or of the wrong size" if wrong else ""
-    age = max(0.0, now - (folder / MANIFEST).stat().st_mtime)
+    age = max(0.0, time.time() - (folder / MANIFEST).stat().st_mtime)
     newest = CheckpointStatus(str(folder), step_of(folder), age, sum(sizes.values()), problem)
     return newest, replace(manifest.progress, step=newest.step)

@@ -1,6 +1,5 @@
 """`fsdpctl train`, and its report when the training has ended."""
 
-import os
 import shlex
 import signal
 from contextlib import suppress
@@ -16,14 +15,14 @@ from fsdpctl.commands.config_args import (
     RanksPerNode,
     Recipe,
     SettingArgs,
+    config_as_recipe,
     normalize,
     note_changes,
-    recipe_text,
 )
-from fsdpctl.commands.convert import cli_settings, convert_files, describe_omissions
+from fsdpctl.commands.convert import convert_files, describe_omissions, settings_without_recipe
 from fsdpctl.commands.early_checks import check_paths
-from fsdpctl.commands.printing import emit, info, note, out, print_error, say, show_panel
-from fsdpctl.config.compose import Composed, OnChecked, compose_config
+from fsdpctl.commands.printing import REPORTER, emit, note, out, print_error, say, show_panel
+from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.selection import Selection, auto_names, unset_names, with_selection
 from fsdpctl.errors import (
@@ -36,8 +35,8 @@ from fsdpctl.errors import (
     UsageError,
     shorten_list,
 )
-from fsdpctl.io.activity import Reporter, is_first_process
-from fsdpctl.io.run_files import CHECKPOINTS
+from fsdpctl.io.activity import is_first_process
+from fsdpctl.io.run_files import CHECKPOINTS, LOG, LOGS, RUN_CONFIG
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, RoundOutcome
 from fsdpctl.launch.run import train_on_node
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from fsdpctl.resolve.prepare import Prepared
     from fsdpctl.run.directory import RunDirState
 
-TOO_EARLY = "stopped before there was anything to save"
+STOPPED_EARLY = "stopped before there was anything to save"
 RESUME_HINT = "run the same command to resume from the last checkpoint"
 _LAST_LINES = 12
 
@@ -81,8 +80,7 @@ def train(
 ) -> None:
     """Train a model, or resume a run."""
     arguments = normalize(settings, recipe, nproc_per_node)
-    on_checked = None if print_config else partial(_check_early, resume)
-    composed = _compose(arguments, source or [], on_checked)
+    composed = _compose(arguments, source or [], resume, quiet=print_config)
     if print_config:
         _print_config(composed, resume)
         return
@@ -95,46 +93,39 @@ def train(
         _train(composed, [*options, *arguments.settings], resume)
 
 
-def _compose(
-    arguments: ConfigArguments, files: list[Path], on_checked: OnChecked | None
-) -> Composed:
+def _compose(args: ConfigArguments, files: list[Path], resume: str, *, quiet: bool) -> Composed:
     """Compose the configuration from the arguments, or from other tools' `files`, if any.
 
-    Without `on_checked`, print nothing.
+    Unless `quiet`, print omitted settings, and check the paths before the model is read.
     """
-    if not files:
-        return compose_config(
-            arguments.settings, arguments.recipe, on_checked=on_checked, for_training=True
-        )
-    source, overrides = files[0], cli_settings(files[0], arguments)
-    recipe = convert_files(files, overrides)
-    for problem in recipe.required:
-        raise UsageError(f"{source}: {problem}")
-    names = " and ".join(each.name for each in files)
-    note(*(f"{names}: {line}" for line in describe_omissions(recipe) if on_checked))
-    return compose_config(
-        overrides, str(source), converted=recipe.settings, on_checked=on_checked, for_training=True
-    )
+    (settings, recipe), pairs = args, None
+    if files:
+        settings, recipe = settings_without_recipe(files[0], args), str(files[0])
+        translation = convert_files(files, settings)
+        for problem in translation.required:
+            raise UsageError(f"{recipe}: {problem}")
+        names, pairs = " and ".join(each.name for each in files), translation.settings
+        note(*(f"{names}: {line}" for line in describe_omissions(translation) if not quiet))
+    check = None if quiet else partial(_check_early, resume)
+    return compose_config(settings, recipe, converted=pairs, on_checked=check, for_training=True)
 
 
 def _check_early(resume: str, config: Config, recipe: str | None) -> None:
     """Run the checks that need no torch, whose import takes seconds."""
     check_paths(config, recipe, resume)
     if is_first_process() and not config.launch.node_rank:
-        info("opening the model and the data")
+        REPORTER.info("opening the model and the data")
 
 
 def _train(composed: Composed, settings: list[str], resume: str) -> None:
     try:
-        outcome = train_on_node(
-            composed, settings, resume, Reporter(say, partial(info, show=note), info)
-        )
+        outcome = train_on_node(composed, settings, resume, REPORTER)
         if outcome is not None:
             report_exit(*outcome)
     except SignalError as error:
         if error.exit_code != StoppedError.exit_code:
             raise
-        raise StoppedError(TOO_EARLY) from None
+        raise StoppedError(STOPPED_EARLY) from None
 
 
 def _print_config(composed: Composed, resume: str) -> None:
@@ -153,11 +144,11 @@ def _print_config(composed: Composed, resume: str) -> None:
         )
         note(*lines)
         config = with_selection(config, Selection.of(plan.config))
-    emit(recipe_text(config, unset_names(composed.config)))
+    emit(config_as_recipe(config, unset_names(composed.config)))
 
 
 def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
-    """Open a run without the launcher's variables, as on a login node without a launcher."""
+    """Open a run as a dry run does: without the variables of a launcher."""
     from fsdpctl.resolve.machine import role_of_dry_run, without_other_cluster
     from fsdpctl.resolve.prepare import prepare
     from fsdpctl.run.directory import inspect_run_dir
@@ -229,11 +220,11 @@ def report_exit(outcome: RoundOutcome, run_dir: Path) -> None:
     is_interrupt = outcome.stop_signal == signal.SIGINT
     stopped = ExitCode.INTERRUPT if is_interrupt else ExitCode.STOPPED
     if outcome.was_stopped_at_start:
-        _exit_with(TOO_EARLY, stopped)
+        _exit_with(STOPPED_EARLY, stopped)
     if not outcome.has_failed:
         say(f"done: {run_dir}", _next_commands(run_dir))
         return
-    if cause is not None and not outcome.hang:
+    if cause is not None and not outcome.hang:  # causes with their own exit codes
         if cause.exit_code == ExitCode.STOPPED:
             _exit_with(f"{cause.message}; run the same command to resume", stopped)
         if cause.exit_code in NO_RESTART:
@@ -271,29 +262,28 @@ def _show_failure(cause: Failure | None, run_dir: Path, outcome: RoundOutcome) -
         title = f"rank {cause.rank} on {cause.host} failed"
         if cause.timed_out_waiting:
             title = "ranks timed out waiting for others"
-        silent = shorten_list(list(map(str, outcome.unreachable_nodes)))
-        lines = [f"detail node {silent} is unreachable too"] if silent else []
-        show_panel(
-            title, [f"cause  {cause.description}", *lines, *_failure_details(cause, run_dir)]
-        )
+        unreachable = shorten_list(list(map(str, outcome.unreachable_nodes)))
+        lines = [f"detail unreachable too: node {unreachable}"] if unreachable else []
+        lines += _failure_details(cause, run_dir)
+        show_panel(title, [f"cause  {cause.description}", *lines])
         return
     title, reason = "ranks hang" if outcome.hang else outcome.stopped_ranks, outcome.reason
     if outcome.lost_nodes:
         title = f"{outcome.lost_nodes}; {outcome.stopped_ranks}"
         reason = outcome.hang or "a launcher was killed, or a host is down or disconnected"
-    logs = f"{run_dir / 'logs'}/rank-*.log (stack of each rank)"
+    logs = f"{run_dir / LOGS}/rank-*.log (stack of each rank)"
     show_panel(title, [f"cause  {reason}", f"hint   {RESUME_HINT}", f"log    {logs}"])
 
 
 def _failure_details(cause: Failure, run_dir: Path) -> list[str]:
-    log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
+    log, lines = run_dir / LOGS / f"rank-{cause.rank:05d}.log", []
     if cause.was_killed and log.is_file():  # otherwise, the panel shows the rank's message
         lines += ["", *log.read_text(errors="replace").splitlines()[-_LAST_LINES:], ""]
     lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
     if cause.exit_code == -signal.SIGKILL or lacked_memory:
         lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]
-    log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
-    if REMOVED_DURING_RUN in cause.message and not (run_dir / "config.yaml").is_file():
+    log = log if log.is_file() else run_dir / LOG
+    if REMOVED_DURING_RUN in cause.message and not (run_dir / RUN_CONFIG).is_file():
         return [*lines, f"hint   restore {run_dir}; without it, the same command begins again"]
     return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
 
@@ -311,9 +301,9 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
         estimate = estimator.estimate(stored_plan(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
-    lacks = lacked_memory or not estimate.fits
-    suggestions = suggest(estimator, estimate.plan, more_ranks=False) if lacks else None
-    changes = [] if suggestions is None else describe_suggestions(suggestions)
+    changes = []
+    if lacked_memory or not estimate.fits:
+        changes = describe_suggestions(suggest(estimator, estimate.plan, more_ranks=False))
     return [
         f"memory {format_bytes(estimate.allocated)} estimated, "
         f"{format_bytes(estimate.peak_reserved)} reserved; "
@@ -336,5 +326,5 @@ def _hint(cause: Failure) -> str:
     if "out of memory" in cause.message.lower():
         return "use more ranks: each holds a smaller shard of the model"
     if "timed out" in cause.message.lower():
-        return f"a rank hangs or exited: see {os.path.join('logs', 'rank-*.log')}; {RESUME_HINT}"
+        return f"a rank hangs or exited: see {LOGS}/rank-*.log; {RESUME_HINT}"
     return RESUME_HINT

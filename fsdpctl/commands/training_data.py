@@ -53,8 +53,8 @@ def tokenize(
     location = str(destination)
     if shard_tokens is not None:
         location = f"{result.files:,} files {destination.stem}-*.bin"
-    read = f"{result.tokens:,} tokens of {result.num_bytes:,} bytes of {result.summary}"
-    say(f"{location}: {read}", *result.notes)
+    counts_text = f"{result.tokens:,} tokens of {result.num_bytes:,} bytes of {result.summary}"
+    say(f"{location}: {counts_text}", *result.notes)
 
 
 def data(
@@ -69,7 +69,7 @@ def data(
     """Show the training samples of one step."""
     run = run or latest_run(Path(RUNS)) or Path(RUNS, LATEST)
     samples, rejection = samples_of_step(run, step)
-    say(f"step {step}: {len(samples)} samples{rejection and '; '}{rejection}")
+    say(f"step {step}: {len(samples)} samples" + (f"; {rejection}" if rejection else ""))
     for sample in samples:
         if rank is None or rank in sample.ranks:
             ranks_text = ", ".join(map(str, sample.ranks))
@@ -102,9 +102,10 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
     if config.model.is_script_module:
         raise UsageError(f"{location}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
-    _check_data(run_dir, data)
+    _check_unchanged(run_dir, data)
     rejected, samples_after = _find_step(metrics, step)
     if rejected is not None:
+        # Only the samples of the failed rank are known.
         failed_rank: tuple[int, ...] = () if rejected.rank is None else (rejected.rank,)
         ranks, indices = dict.fromkeys(rejected.rank_samples, failed_rank), rejected.samples
     else:
@@ -115,7 +116,7 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         if position < 0:
             raise UsageError(f"{metrics}: corrupted: {samples_after} samples by step {step}")
         indices = batches.sample_indices(position)
-        ranks = {
+        ranks = {  # the ranks of a group share samples
             each: tuple(group)
             for group in context_groups(plan.world_size, plan.context_parallel)
             for each in batches.sample_indices(position, group[0])
@@ -143,12 +144,10 @@ def _describe_rejection(record: RejectedRecord) -> str:
     return f"{record.reason}{rank}; {record.action}; {values}{threshold}"
 
 
-def _check_data(run_dir: Path, data: DataSet) -> None:
-    newest = newest_checkpoint(run_dir / CHECKPOINTS)
-    if newest is None:
-        return
-    fingerprint = CheckpointReader(newest).manifest.progress.data_fingerprint
-    check_same_data(run_dir, data, recorded_fingerprint(run_dir, fingerprint), f"--run {run_dir}")
+def _check_unchanged(run_dir: Path, data: DataSet) -> None:
+    if (newest := newest_checkpoint(run_dir / CHECKPOINTS)) is not None:
+        saved = CheckpointReader(newest).manifest.progress.data_fingerprint
+        check_same_data(run_dir, data, recorded_fingerprint(run_dir, saved), f"--run {run_dir}")
 
 
 def _texts(data: DataSet, seq_len: int, indices: list[int]) -> Iterator[str]:
@@ -156,5 +155,4 @@ def _texts(data: DataSet, seq_len: int, indices: list[int]) -> Iterator[str]:
     if excess := next((each for each in indices if each >= len(rows)), None):
         raise UsageError(f"{METRICS}: corrupted: sample {excess}; the data has {len(rows):,}")
     for index in indices:
-        documents = rows[index].documents()
-        yield "\n".join(data.tokenizer.decode(each) for each in documents)
+        yield "\n".join(map(data.tokenizer.decode, rows[index].documents()))

@@ -52,7 +52,7 @@ class ConvertedRecipe:
         return list(settings_of(self.rows).items())
 
 
-def convert(target: Translation, settings: Settings, num_ranks: int) -> ConvertedRecipe:
+def to_recipe(target: Translation, settings: Settings, num_ranks: int) -> ConvertedRecipe:
     """Return a recipe for the training in a file; UsageError if the training isn't supported.
 
     `settings` of the command line take precedence. `num_ranks` applies if neither the command line

@@ -33,9 +33,8 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     """Return README.md for an export of a model, or of adapters in PEFT's format."""
     from huggingface_hub import ModelCardData  # takes 0.1 s
 
-    settings, info = reader.manifest.config, reader.manifest.base
-    path = "" if settings.get("model.init") == "random" else settings.get("model.path", "")
-    base = _redacted("model.path", path if info is None else info.path)
+    settings = reader.manifest.config
+    base = _redacted("model.path", base_model_path(reader))
     hub_match, is_lora = _HUB_MODEL.fullmatch(base), "model.lora.rank" in settings
     front = ModelCardData(
         library_name="peft" if is_peft else "transformers",
@@ -64,6 +63,14 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
         if lines:
             text += f"\n## {title}\n\n" + "".join(f"    {one_line(x)}\n" for x in lines)
     return card_with_checksum(text)
+
+
+def base_model_path(reader: CheckpointReader) -> str:
+    """Return the path of the model that the training started from, or an empty string."""
+    settings, info = reader.manifest.config, reader.manifest.base
+    if info is not None:
+        return info.path
+    return "" if settings.get("model.init") == "random" else settings.get("model.path", "")
 
 
 def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:

@@ -97,9 +97,7 @@ class Restart:
 class StartEvents:
     """The events of one start."""
 
-    step: Count | None = (
-        None  # step of the loaded checkpoint; None: the start failed before loading
-    )
+    step: Count | None = None  # step of the loaded checkpoint; None: failed before loading
     restart: Restart | None = None  # None until restarted ranks have completed a step
     warnings: list[str] = field(default_factory=list)
     longest_save_seconds: NonNegative = 0.0

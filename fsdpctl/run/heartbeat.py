@@ -214,8 +214,7 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None] = lambda: None) -> R
 def locked_unless_error(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
     """Lock a run directory, and keep it locked after the block.
 
-    An exception in the block unlocks it, and removes a directory that this call created if it is
-    empty.
+    An exception in the block unlocks it, and removes empty directories that this call created.
     """
     created = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
     lock = lock_run_dir(run_dir, on_wait)

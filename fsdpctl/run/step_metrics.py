@@ -47,14 +47,10 @@ class StepClock:
     """A stopwatch for phases: the host's clock, or CUDA events, which do not block the host."""
 
     def __init__(self, device: torch.device, take_waits: TakeWaits | None) -> None:
-        """Start a step.
-
-        `take_waits()` returns a function of the seconds waited since its last call. Only that
-        function synchronizes.
-        """
+        """Start a step."""
         self._on_cuda = device.type == "cuda"
         self._knows_waits = take_waits is not None
-        self._take_waits = take_waits or (lambda: lambda: 0.0)  # no waits
+        self._take_waits = take_waits or (lambda: lambda: 0.0)
         self._take_waits()  # discards waits before the step
         self._began = time_stamp(on_cuda=self._on_cuda)
         self._last = self._began
@@ -147,9 +143,7 @@ class StepMetrics:
     memory: "PeakMemory"
     flops: ModelFlops
     num_ranks: int
-    named_means: Mapping[str, float | None] = field(
-        default_factory=dict
-    )  # means of the script's sums
+    named_means: Mapping[str, float | None] = field(default_factory=dict)  # means of sums by name
 
     @property
     def tokens_per_second(self) -> float:

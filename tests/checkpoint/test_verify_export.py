@@ -335,14 +335,14 @@ def test_the_command_prints_each_finding_and_fails_if_something_is_lost(made, tm
     assert {"experts", "tokenizer"} <= {each["subject"] for each in found["findings"]}
     export = copied(made, "adapters", tmp_path)
     assert invoke("verify-checkpoint", str(export), "--base", base) == (
-        4, f"{export}: 1 of 4 findings: something is lost"  # the checksum
+        4, f"{export}: 1 of 4 findings are losses"  # the checksum
     )  # fmt: skip
     (export / "fsdpctl_checksums.json").unlink()  # as of another tool
     tensors = load_file(export / "adapter_model.safetensors")
     zero = {name: x * 0 if "lora_B" in name else x for name, x in tensors.items()}
     save_file(zero, export / "adapter_model.safetensors")
     code, said = invoke("verify-checkpoint", str(export), "--base", base)
-    assert (code, "something is lost" in said) == (3, True)
+    assert (code, "findings are losses" in said) == (3, True)
 
 
 @pytest.mark.parametrize(("source", "base", "expected"), [

@@ -13,7 +13,7 @@ import pytest
 
 from fsdpctl.commands.compare import results
 from fsdpctl.commands.compare.report import NOT_REACHED, OK
-from fsdpctl.commands.compare.variants import supported, variants
+from fsdpctl.commands.compare.variants import drop_unsupported, variants_of
 from fsdpctl.config.clusters import price_source
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.options import options_of
@@ -25,7 +25,7 @@ from tests.run.runs import step_line, write_lines
 
 
 def labels(*words: str) -> list[str]:
-    return [each.row.label for each in variants(list(words), None, simulates=False)]
+    return [each.result.label for each in variants_of(list(words), None, simulates=False)]
 
 
 def test_commas_separate_alternatives_of_choices_and_numbers():
@@ -37,7 +37,7 @@ def test_commas_separate_alternatives_of_choices_and_numbers():
 
 
 def test_commas_in_paths_are_commas():
-    (only,) = variants(["strategy=no_shard", "data.path=a,b"], None, simulates=False)
+    (only,) = variants_of(["strategy=no_shard", "data.path=a,b"], None, simulates=False)
     assert only.composed.config.data.path == "a,b"
 
 
@@ -47,7 +47,7 @@ def test_without_alternatives_all_strategies_are_compared():
 
 
 def test_values_are_ignored_for_strategies_that_do_not_use_them():
-    found = variants(["strategy.owner_map=balanced"], None, simulates=False)
+    found = variants_of(["strategy.owner_map=balanced"], None, simulates=False)
     maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
     assert (maps["shard_optimizer"].owner_map, maps["full_shard"].owner_map) == ("balanced", None)
 
@@ -71,11 +71,11 @@ def test_mistakes_are_reported_before_anything_runs(word, part):
 
 def test_prices_are_those_of_the_clusters_in_their_order():
     words = ["cluster=h100,a10", "cluster.price=3,1", "launch.nnodes=1,2", "train.tokens=1e9"]
-    found = variants(words, None, simulates=True)
-    assert [each.row.varied["cluster.price"] for each in found] == ["3", "3", "1", "1"]
+    found = variants_of(words, None, simulates=True)
+    assert [each.result.varied["cluster.price"] for each in found] == ["3", "3", "1", "1"]
     assert {each.composed.config.train.tokens for each in found} == {10**9}
     code, said = invoke("compare", "--simulate", *words[:3], "--by", "cost")
-    assert (code, "requires cluster.price, and a length" in said) == (2, True)
+    assert (code, "requires cluster.price and a length" in said) == (2, True)
 
 
 def test_a_price_of_a_cluster_has_a_source_and_a_day():
@@ -164,29 +164,30 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
     monkeypatch.setattr("fsdpctl.resolve.prepare.adapt_to_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
     words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
-    found = variants(words, str(tmp_path / "r.yaml"), simulates=False)
+    found = variants_of(words, str(tmp_path / "r.yaml"), simulates=False)
     results.measure(found, tmp_path, 4, is_kept=True)
-    assert (ran, [each.row.status for each in found]) == (["math"] * 2, [OK] * 2)
+    assert (ran, [each.result.status for each in found]) == (["math"] * 2, [OK] * 2)
     assert (said.count("why"), any("h100" in line for line in said)) == (len(noted), bool(recipe))
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
-    found, lines = supported(variants(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False))
+    found = variants_of(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False)
+    found, lines = drop_unsupported(found)
     pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
     assert {("fsdpctl", name) for name in STRATEGIES} < pairs
     assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
     assert ("fsdp2", "full_shard") in pairs
     (line,) = lines
     assert line.startswith("skipped: engine=fsdp2 does not support no_shard")
-    assert all({"engine", "strategy"} == set(each.row.varied) for each in found)
+    assert all({"engine", "strategy"} == set(each.result.varied) for each in found)
 
 
 def test_an_engine_without_any_of_the_strategies_is_an_error():
-    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, simulates=False)
+    found = variants_of(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, simulates=False)
     with pytest.raises(UsageError, match="engine=ddp does not support full_shard, shard_grad_op"):
-        supported(found)
-    alone = variants(["engine=ddp", "strategy=full_shard"], None, simulates=False)
-    assert supported(alone) == (alone, [])
+        drop_unsupported(found)
+    alone = variants_of(["engine=ddp", "strategy=full_shard"], None, simulates=False)
+    assert drop_unsupported(alone) == (alone, [])
 
 
 def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:

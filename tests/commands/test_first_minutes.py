@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.commands.compare.variants import unique, variants
+from fsdpctl.commands.compare.variants import drop_duplicates, variants_of
 from fsdpctl.commands.config_args import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
@@ -220,8 +220,8 @@ def test_warm_up_may_be_a_share_of_the_steps():
 
 def test_nothing_is_compared_with_itself():
     words = ["strategy=no_shard,full_shard", "prefetch=none,both"]
-    found, same = unique(variants(words, None, simulates=False))
-    assert [each.row.label for each in found] == [
+    found, same = drop_duplicates(variants_of(words, None, simulates=False))
+    assert [each.result.label for each in found] == [
         "strategy=no_shard prefetch=none", "strategy=full_shard prefetch=none",
         "strategy=full_shard prefetch=both",
     ]  # fmt: skip

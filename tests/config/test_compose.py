@@ -75,7 +75,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
     ("model.lora.path=x", ["only valid with model=hf"]), ("train=3", ["section"]),
     ("steps", ["KEY=VALUE", "train.steps"]), ("=3", ["KEY=VALUE"]), ("", ["KEY=VALUE"]),
     ("data.path=caf\udce9", ["not valid UTF-8", "set PYTHONUTF8=1"]),
-    ("--resume=x", ["`fsdpctl train` has it"]),
+    ("--resume=x", ["`fsdpctl train` has this option"]),
     ("train.seed=99999999999999999999", ["train.seed"]), ("train.epochs=0", ["train.epochs"]),
     ("--lr=3", ["KEY=VALUE", "optimizer.lr"]), ("checkpoint.interval=5", ["use checkpoint.every"]),
     ("float8.recipe=rowwise", ["support fp8"]), ("fsdp_size=8", ["use strategy.dp_shard_size"]),

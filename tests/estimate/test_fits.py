@@ -7,7 +7,7 @@ import pytest
 
 from fsdpctl.commands.compare.report import OK, TOO_LARGE
 from fsdpctl.commands.compare.results import predict
-from fsdpctl.commands.compare.variants import variants
+from fsdpctl.commands.compare.variants import variants_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.estimator import Estimator
@@ -52,9 +52,9 @@ def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short
 
 
 def simulated(words: Sequence[str]) -> list[str]:
-    found = variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, simulates=True)
+    found = variants_of([*SMALL, *words, "strategy=full_shard,no_shard"], None, simulates=True)
     list(predict(found))
-    return [each.row.status for each in found]
+    return [each.result.status for each in found]
 
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)

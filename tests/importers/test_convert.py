@@ -6,7 +6,7 @@ import pytest
 
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.convert import ConvertedRecipe, convert, recipe_text
+from fsdpctl.importers.convert import ConvertedRecipe, recipe_text, to_recipe
 from fsdpctl.importers.readers import read_other_tool
 
 FILES = Path(__file__).parent / "files"
@@ -21,7 +21,7 @@ def beside_data(tmp_path, monkeypatch):
 
 
 def converted(name: str) -> ConvertedRecipe:
-    return convert(read_other_tool(FILES / name), {}, 8)
+    return to_recipe(read_other_tool(FILES / name), {}, 8)
 
 
 @pytest.mark.parametrize("name", [each.name for each in FILES.iterdir()])
@@ -50,7 +50,7 @@ def test_what_is_missing_and_left_out_stands_in_comments():
 
 def test_the_command_line_takes_precedence():
     typed = {"strategy": "no_shard", "train.global_batch_size": "7", "data.path": "chats.jsonl"}
-    recipe = convert(read_other_tool(FILES / "axolotl-full.yaml"), typed, 8)
+    recipe = to_recipe(read_other_tool(FILES / "axolotl-full.yaml"), typed, 8)
     words = dict(recipe.settings)
     assert {key: words[key] for key in typed} == typed
     assert not [key for key in words if key.startswith("strategy.")]
@@ -74,17 +74,17 @@ def test_replicas_are_those_of_the_file(tmp_path):
         degrees = {"dp_replicate_size": replicate, "dp_shard_size": shard}
         lines = (f"  parallelism_config_{name}: {size}\n" for name, size in degrees.items())
         file.write_text(start + "".join(lines))
-        found = dict(convert(read_other_tool(file), {}, 1).settings)
+        found = dict(to_recipe(read_other_tool(file), {}, 1).settings)
         assert (found["strategy"], found.get("strategy.dp_shard_size")) == words
     typed = {"launch.nproc_per_node": "3"}
     with pytest.raises(UsageError, match="8: does not divide the 3 ranks; set the number"):
-        convert(read_other_tool(file), typed, 1)
+        to_recipe(read_other_tool(file), typed, 1)
 
 
 def test_data_that_no_key_names_is_not_said_to_be_absent(tmp_path):
     file = tmp_path / "file.yaml"
     file.write_text("base_model: Qwen/Qwen3-8B\nmicro_batch_size: 1\nlearning_rate: 1e-4\n")
-    missing = dict(convert(read_other_tool(file), {}, 1).missing)
+    missing = dict(to_recipe(read_other_tool(file), {}, 1).missing)
     assert missing["data.path"] == "(data): not set; set data.path=FILE"
 
 
@@ -103,7 +103,7 @@ def test_names_of_data_on_the_hub_are_kept(text, path, missing, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     Path("tests").mkdir()
     Path("a.yml").write_text(f"base_model: x/y\nadapter: lora\n{text}\n")
-    recipe = convert(read_other_tool(Path("a.yml")), {}, 1)
+    recipe = to_recipe(read_other_tool(Path("a.yml")), {}, 1)
     assert dict(recipe.settings).get("data.path") == path
     assert dict(recipe.missing).get("data.path", "") == missing
     assert not [each for each in recipe.left_out if "datasets" in each]

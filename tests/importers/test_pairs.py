@@ -8,7 +8,7 @@ import pytest
 
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.imported_config import import_config
-from fsdpctl.importers.convert import ConvertedRecipe, convert
+from fsdpctl.importers.convert import ConvertedRecipe, to_recipe
 from fsdpctl.importers.readers import read_other_tool
 from tests.commands.run import invoke
 
@@ -47,7 +47,7 @@ def written(name: str, content: dict[str, Any]) -> Path:
 
 def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
     files = [written("run.yaml", training), written("launch.yml", launch)]
-    found = [convert(read_other_tool(*each), {}, 1) for each in (files, files[::-1])]
+    found = [to_recipe(read_other_tool(*each), {}, 1) for each in (files, files[::-1])]
     assert found[0] == found[1]  # in any order
     return found[0]
 
@@ -62,7 +62,7 @@ def test_a_pair_has_the_training_of_one_file_and_the_ranks_of_the_other(
     tool, launch, strategy, ranks
 ):
     words = dict(pair(TRAININGS[tool], launch).settings)
-    alone = dict(convert(read_other_tool(Path("run.yaml")), {}, 1).settings)
+    alone = dict(to_recipe(read_other_tool(Path("run.yaml")), {}, 1).settings)
     assert (words["launch.nproc_per_node"], words.get("launch.nnodes")) == ranks
     count = int(ranks[0]) * int(ranks[1] or 1)
     assert (words["strategy"], words["train.global_batch_size"]) == (strategy, str(8 * count))
@@ -144,20 +144,20 @@ def test_convert_prints_what_it_leaves_out_beside_the_recipe():
     text = Path("recipe.yaml").read_text()
     assert text.startswith("# Converted from run.yaml and launch.yml (TRL)")
     files = ("--from", "run.yaml", "--from", "launch.yml", "--from", "a.yaml")
-    assert invoke("train", *files)[1].startswith("a.yaml: expected a training file and one of acc")
+    assert invoke("train", *files)[1].startswith("a.yaml: expected a training file, and at most")
 
 
 def test_pairs_of_estimates_are_a_file_and_accelerates_after_it(monkeypatch):
-    from fsdpctl.commands.estimate import _runs_of
+    from fsdpctl.commands.estimate import _group_files as group
 
     names = ("run.yaml", "launch.yml", "other.yaml")
     run, launch, other = map(written, names, (TRL, FSDP, AXOLOTL))
-    assert (_runs_of([run, launch]), _runs_of([launch, run])) == ([(run, launch)], [(launch, run)])
-    assert _runs_of([run, other]) == [(run,), (other,)]
-    assert _runs_of([run, other, launch]) == [(run,), (other, launch)]
-    assert _runs_of([launch, run, other]) == [(launch,), (run,), (other,)]
-    assert _runs_of([run, launch, launch]) == [(run, launch), (launch,)]
-    assert _runs_of([Path()]) == [(launch,), (other,), (run,)]
+    assert (group([run, launch]), group([launch, run])) == ([(run, launch)], [(launch, run)])
+    assert group([run, other]) == [(run,), (other,)]
+    assert group([run, other, launch]) == [(run,), (other, launch)]
+    assert group([launch, run, other]) == [(launch,), (run,), (other,)]
+    assert group([run, launch, launch]) == [(run, launch), (launch,)]
+    assert group([Path()]) == [(launch,), (other,), (run,)]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = import_config(read_other_tool(run, launch), ["model=gpt2"]).composed.config
     assert (found.strategy.name, found.engine.name) == ("shard_grad_op", "fsdp2")

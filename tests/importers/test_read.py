@@ -9,7 +9,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.selection import unset_names
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.imported_config import ImportedConfig, import_config
-from fsdpctl.importers.convert import convert
+from fsdpctl.importers.convert import to_recipe
 from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.importers.translation import Translation, settings_of
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -43,7 +43,7 @@ def check_recipe(file: Path, *typed: str) -> None:
     """Check that the estimate of a file is that of its recipe, with what its program does."""
     words = [H100, *typed]
     given = dict(word.split("=", 1) for word in words)
-    known = dict(convert(read_other_tool(file), given, 8).settings)
+    known = dict(to_recipe(read_other_tool(file), given, 8).settings)
     recipe = [(name, text) for name, text in known.items() if name not in given]
     alone = asked(file, *typed, "engine.program=fsdpctl").composed
     expected = compose_config(words, converted=recipe)

@@ -13,7 +13,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS, LrSchedulerConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.axolotl import read_axolotl
-from fsdpctl.importers.convert import ConvertedRecipe, convert, recipe_text
+from fsdpctl.importers.convert import ConvertedRecipe, recipe_text, to_recipe
 from fsdpctl.importers.source_config import SourceConfig
 from fsdpctl.importers.translation import Translation, table
 from fsdpctl.importers.trl import read_trl
@@ -48,7 +48,7 @@ def beside_data(tmp_path, monkeypatch):
 
 
 def converted(tool: str, content: dict[str, Any], **typed: str) -> ConvertedRecipe:
-    return convert(TOOLS[tool][0](SourceConfig(Path("run.yml"), content)), typed, 1)
+    return to_recipe(TOOLS[tool][0](SourceConfig(Path("run.yml"), content)), typed, 1)
 
 
 def settings(tool: str, **changes: Any) -> dict[str, str]:

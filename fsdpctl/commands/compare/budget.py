@@ -8,57 +8,55 @@ from fsdpctl.io.texts import three_digits
 _HOUR = 3600
 
 
-def add_budget(rows: Sequence[VariantResult], budget: float) -> None:
+def add_budget(results: Sequence[VariantResult], budget: float) -> None:
     """Add the steps and tokens that `budget` buys to each variant that fits and has a price."""
-    for row in rows:
-        if row.status == OK and row.price and row.step_seconds and row.world_size:
-            step_cost = row.price * row.world_size * row.step_seconds / _HOUR
-            row.budget_steps = int(budget / step_cost)
-            tokens = (row.tokens_per_second or 0.0) * row.step_seconds
-            row.budget_tokens = round(row.budget_steps * tokens)
+    for result in results:
+        if result.status == OK and result.price and result.step_seconds and result.world_size:
+            step_cost = result.price * result.world_size * result.step_seconds / _HOUR
+            result.budget_steps = int(budget / step_cost)
+            tokens = (result.tokens_per_second or 0.0) * result.step_seconds
+            result.budget_tokens = round(result.budget_steps * tokens)
 
 
-def budget_lines(rows: Sequence[VariantResult], budget: float) -> Iterator[str]:
-    """Yield lines about the cheapest variant that ends within `budget`, and about other variants.
+def budget_lines(results: Sequence[VariantResult], budget: float) -> Iterator[str]:
+    """Yield the cheapest variant that ends within `budget`, then what `budget` buys.
 
-    For each other variant that fits, a line has the tokens that `budget` buys, the most first.
+    Each other variant that fits has a line, that with the most tokens first.
     """
-    money, fitting = f"{budget:,g}", [row for row in rows if row.status == OK]
-    ending = [row for row in fitting if row.cost is not None and row.cost <= budget]
-    best = min(ending, key=lambda row: row.cost or 0.0, default=None)
+    money, fitting = f"{budget:,g}", [result for result in results if result.status == OK]
+    ending = [result for result in fitting if result.cost is not None and result.cost <= budget]
+    best = min(ending, key=lambda result: result.cost or 0.0, default=None)
     if best is not None:
         text = f"the cheapest that fits and is predicted to end within {money}"
         yield f"budget  {best.label}: {text}, {_cost(best)}"
-    elif any(row.cost is not None for row in fitting):
+    elif any(result.cost is not None for result in fitting):
         yield f"budget  no variant that fits is predicted to end within {money}"
-    bought = [row for row in fitting if row.budget_tokens is not None and row is not best]
-    for row in sorted(bought, key=lambda row: -(row.budget_tokens or 0)):
-        hours = three_digits((row.budget_steps or 0) * (row.step_seconds or 0.0) / _HOUR)
+    bought = [x for x in fitting if x.budget_tokens is not None and x is not best]
+    for result in sorted(bought, key=lambda result: -(result.budget_tokens or 0)):
+        hours = three_digits((result.budget_steps or 0) * (result.step_seconds or 0.0) / _HOUR)
+        tokens = f"{(result.budget_tokens or 0) / 1e9:.3g} B tokens"
         yield (
-            f"{money} buys  {row.label}: {_tokens(row)}, {row.budget_steps:,} steps in {hours} "
-            f"hours{_against_cost(row, budget)}"
+            f"{money} buys  {result.label}: {tokens}, {result.budget_steps:,} steps in {hours} "
+            f"hours{_against_cost(result, budget)}"
         )
-    for row in fitting:
-        if row.price is None:
-            yield f"price   {row.label}: unknown; set cluster.price"
+    for result in fitting:
+        if result.price is None:
+            yield f"price   {result.label}: unknown; set cluster.price"
 
 
-def _tokens(row: VariantResult) -> str:
-    return f"{(row.budget_tokens or 0) / 1e9:.3g} B tokens"
-
-
-def _cost(row: VariantResult) -> str:
-    assert row.cost is not None
-    text = f"cost {three_digits(row.cost)}"
-    if row.error_band is None:
+def _cost(result: VariantResult) -> str:
+    assert result.cost is not None
+    text, band = f"cost {three_digits(result.cost)}", result.error_band
+    if band is None:
         return text
-    band = row.error_band
-    low, high = (three_digits(row.cost * each) for each in (band.low, band.high))
+    low, high = (three_digits(result.cost * each) for each in (band.low, band.high))
     return f"{text} ({low} to {high})"
 
 
-def _against_cost(row: VariantResult, budget: float) -> str:
-    if not row.cost:
+def _against_cost(result: VariantResult, budget: float) -> str:
+    if not result.cost:
         return ""
-    share = f"{budget / row.cost:.0%} of the run" if row.cost > budget else "more than the run"
-    return f", {share}: {_cost(row)}"
+    share = "enough for the run"
+    if result.cost > budget:
+        share = f"{budget / result.cost:.0%} of the run"
+    return f", {share}: {_cost(result)}"

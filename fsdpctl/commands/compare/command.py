@@ -29,9 +29,9 @@ from fsdpctl.commands.compare.variants import (
     WITHOUT_SHARED_MEMORY,
     Variant,
     all_equivalent,
-    supported,
-    unique,
-    variants,
+    drop_duplicates,
+    drop_unsupported,
+    variants_of,
 )
 from fsdpctl.commands.config_args import (
     ConfigArguments,
@@ -77,40 +77,39 @@ def compare(  # noqa: PLR0913  # each is an option
     strategies are compared. `--simulate cluster=8xa100_80,8xh100 train.tokens=10e9` needs no GPU.
     """
     check_choice("--by", by, SORT_KEYS)
-    length = int(str(_STEPS.parse(steps)))
+    num_steps = int(str(_STEPS.parse(steps)))
     money = None if budget is None else float(str(_BUDGET.parse(budget)))
     if money is not None and not simulate:
         raise UsageError("--budget: only valid with --simulate")
-    arguments = normalize(settings, recipe)
-    compared = _variants(arguments, simulates=simulate)
+    compared = _variants(normalize(settings, recipe), simulates=simulate)
     configs = [each.composed.config for each in compared]
     if by == "cost" and not all(x.cluster.price is not None and has_length(x) for x in configs):
-        raise UsageError(
-            "--by cost: requires cluster.price, and a length such as train.tokens=10e9"
-        )
+        raise UsageError("--by cost: requires cluster.price and a length such as train.tokens=10e9")
     with ExitStack() as stack:
         folder = None if out is None else _new_folder(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
-        notes: list[str] | None = [] if simulate else None
+        notes: list[str] = []
         try:
-            if notes is None:
-                measure(compared, runs, length, is_kept=folder == runs)
-            else:
+            if simulate:
                 notes.extend(predict(compared))
+            else:
+                measure(compared, runs, num_steps, is_kept=folder == runs)
         finally:  # an interrupted comparison prints its results so far
-            _report(compared, folder, notes, by=by, as_json=as_json, budget=money)
-    failed = [each.row.status != OK for each in compared]
+            _report(
+                compared, folder, notes, is_predicted=simulate, by=by, as_json=as_json, budget=money
+            )
+    failed = [each.result.status != OK for each in compared]
     if all(failed) or (any(failed) and not simulate):  # simulated variants may not fit
         raise typer.Exit(1)
 
 
 def _report(
-    compared: Sequence[Variant], folder: Path | None, notes: Sequence[str] | None, *,
-    by: str, as_json: bool, budget: float | None,
+    compared: Sequence[Variant], folder: Path | None, notes: Sequence[str], *,
+    is_predicted: bool, by: str, as_json: bool, budget: float | None,
 ) -> None:  # fmt: skip
-    """Print the results. `notes` are about predictions; None: the results are measured."""
-    rows = sorted_rows([each.row for each in compared], by)
-    for row in rows:
+    """Print the results, and `notes` on predictions."""
+    rows = sorted_rows([each.result for each in compared], by)
+    for row in rows:  # an interruption may have prevented the run of a variant
         row.status = NOT_REACHED if row.status == OK and not row.speed else row.status
     if rows and all(row.status.startswith(REFUSED) for row in rows):
         more = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
@@ -119,8 +118,8 @@ def _report(
         return
     if budget is not None:
         add_budget(rows, budget)
-        notes = [*(notes or ()), *(x for each in compared for x in notes_on_price(each.config))]
-    title = comparison_title([x.config for x in compared], rows, is_predicted=notes is not None)
+        notes = [*notes, *(x for each in compared for x in notes_on_price(each.config))]
+    title = comparison_title([x.config for x in compared], rows, is_predicted=is_predicted)
     written = []
     if folder is not None:
         with os_errors_as(f"--out {folder}"):
@@ -132,18 +131,18 @@ def _report(
         show_table([*names, *COLUMNS], (cells(row, names) for row in rows), right=COLUMNS)
         say(*(f"{row.label}: {row.status}" for row in rows if row.status != OK), *loss_lines(rows))
         say(*(() if budget is None else budget_lines(rows, budget)))
-    note(*dict.fromkeys(notes or ()), *(f"written: {path}" for path in written))
+    note(*dict.fromkeys(notes), *(f"written: {path}" for path in written))
 
 
 def _variants(arguments: ConfigArguments, *, simulates: bool) -> list[Variant]:
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    expand = partial(variants, recipe=arguments.recipe, simulates=simulates)
+    expand = partial(variants_of, recipe=arguments.recipe, simulates=simulates)
     compared = expand(arguments.settings)
     if all_equivalent(compared, simulates=simulates):
         compared = expand([*arguments.settings, WITHOUT_SHARED_MEMORY])
-        note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
-    compared, unsupported = supported(compared)
-    compared, duplicates = unique(compared)
+        note(f"{WITHOUT_SHARED_MEMORY}: with shared memory, all strategies would run alike")
+    compared, unsupported = drop_unsupported(compared)
+    compared, duplicates = drop_duplicates(compared)
     ignored = dict.fromkeys(x for each in compared for x in each.composed.ignored_lines)
     note(*unsupported, *duplicates, *ignored)
     return compared

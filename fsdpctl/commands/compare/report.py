@@ -46,7 +46,7 @@ class VariantResult:
     world_size: int | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
-    error_band: "ErrorBand | None" = None  # error of a predicted step time
+    error_band: "ErrorBand | None" = None  # factors of the predicted step time
     steps: int | None = None  # length of the run, for which hours and cost are predicted
     hours: float | None = None
     gpu_hours: float | None = None
@@ -101,8 +101,8 @@ def varied_names(rows: Sequence[VariantResult]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for row in rows for name in row.varied)) or ("strategy",)
 
 
-def _cell(name: str, shown: Callable[[Any], str]) -> Cell:
-    return lambda row: None if getattr(row, name) is None else shown(getattr(row, name))
+def _cell(name: str, form: Callable[[Any], str]) -> Cell:
+    return lambda row: None if getattr(row, name) is None else form(getattr(row, name))
 
 
 def _number(name: str, form: str, scale: float = 1.0) -> Cell:
@@ -169,12 +169,12 @@ def loss_lines(rows: Sequence[VariantResult]) -> Iterator[str]:
 
 
 def _loss_differences(group: Sequence[VariantResult]) -> Iterator[str]:
-    common = Counter(row.final_loss or 0.0 for row in group).most_common(1)[0][0]
+    most_common = Counter(row.final_loss or 0.0 for row in group).most_common(1)[0][0]
     for row in group:
-        if difference := (row.final_loss or 0.0) - common:
-            is_large = abs(difference) > _ROUNDING * abs(common)
+        if difference := (row.final_loss or 0.0) - most_common:
+            is_large = abs(difference) > _ROUNDING * abs(most_common)
             size = "more than rounding" if is_large else "rounding"
-            yield f"{row.label}: loss differs by {size}, {difference:+.3g} from {common:.6f}"
+            yield f"{row.label}: loss differs by {size}, {difference:+.3g} from {most_common:.6f}"
 
 
 def comparison_title(
@@ -203,9 +203,9 @@ def write_report(
     """Write the results into a directory, in the order of `rows`; return the paths of the files."""
     written = [folder / JSON]
     written[0].write_text(rows_as_json(rows) + "\n", encoding="utf-8")
-    if ran := [row for row in rows if row.speed]:
+    if finished := [row for row in rows if row.speed]:
         written.append(folder / PICTURE)
-        draw_rows(ran, title, by).savefig(written[-1], dpi=_DPI)
+        draw_rows(finished, title, by).savefig(written[-1], dpi=_DPI)
     return written
 
 

@@ -49,56 +49,56 @@ def measure(variants: Sequence[Variant], folder: Path, steps: int, *, is_kept: b
     for number, each in enumerate(variants, start=1):
         run_dir = folder / "runs" / f"{number:02d}"
         try:
-            opened, seen = _prepare(estimator, each, run_dir, steps)
+            opened, state = _prepare(estimator, each, run_dir, steps)
         except UsageError as error:
-            each.row.status = f"{REFUSED}{error}"
+            each.result.status = f"{REFUSED}{error}"
             continue
         note(*(line for line in opened.notes if line not in noted))
         noted |= dict.fromkeys(opened.notes)
-        if each.plan is not None and each.row.status == OK:
-            starts.append((each, seen, collect_assets(each.plan.config, opened.data)))
-    for number, (each, seen, assets) in enumerate(starts, start=1):
-        note(f"{number}/{len(starts)}  {each.row.label}")
-        with doing(f"running {each.row.label}"):
-            _run(each, seen, assets)
-        if each.row.status == OK and is_kept:
-            each.row.run_dir = str(seen.run_dir.relative_to(folder))
+        if each.plan is not None and each.result.status == OK:
+            starts.append((each, state, collect_assets(each.plan.config, opened.data)))
+    for number, (each, state, assets) in enumerate(starts, start=1):
+        note(f"{number}/{len(starts)}  {each.result.label}")
+        with doing(f"running {each.result.label}"):
+            _run(each, state, assets)
+        if each.result.status == OK and is_kept:
+            each.result.run_dir = str(state.run_dir.relative_to(folder))
 
 
 def _prepare(
-    estimator: Estimator, each: Variant, run_dir: Path, steps: int
+    estimator: Estimator, variant: Variant, run_dir: Path, steps: int
 ) -> tuple[Prepared, RunDirState]:
     """Prepare a variant, resolve `auto` as `train` does, and estimate the memory.
 
-    The number of steps is replaced after that, because sizes may follow from the run's length.
+    The number of steps is replaced after `prepare`, since sizes may depend on the run's length.
     """
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
-    opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
+    opened = prepare(replace(variant.composed, config=variant.composed.config.changed(values)))
     config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
-    seen = inspect_run_dir(fill_auto(config, Stage.MODULE), "auto")
-    each.plan, estimate, _ = resolve_auto_of_run(
-        estimator, seen.config, seen.stored_config, seen.stored_in, note
+    state = inspect_run_dir(fill_auto(config, Stage.MODULE), "auto")
+    variant.plan, estimate, _ = resolve_auto_of_run(
+        estimator, state.config, state.stored_config, state.stored_in, note
     )
-    units, config = module_units(opened.module, None), each.plan.config
-    sent = sent_per_step(config, units, each.plan.batches.num_micro_batches)
-    each.row.strategy, each.row.world_size = config.strategy.name, config.num_ranks
-    each.row.sent_bytes_per_step = sent.total
-    _add_memory(each.row, estimate)
-    return opened, seen
+    units, config = module_units(opened.module, None), variant.plan.config
+    sent = sent_per_step(config, units, variant.plan.batches.num_micro_batches)
+    variant.result.strategy, variant.result.world_size = config.strategy.name, config.num_ranks
+    variant.result.sent_bytes_per_step = sent.total
+    _add_memory(variant.result, estimate)
+    return opened, state
 
 
-def _run(each: Variant, seen: RunDirState, assets: Mapping[str, bytes]) -> None:
-    assert each.plan is not None
+def _run(variant: Variant, state: RunDirState, assets: Mapping[str, bytes]) -> None:
+    assert variant.plan is not None
     try:
-        failure = run_briefly(seen, each.plan.config, each.row.label, assets)
+        failure = run_briefly(state, variant.plan.config, variant.result.label, assets)
         if failure is not None:
             raise FsdpctlError(failure)
-        _add_measured(each.row, seen.run_dir)
+        _add_measured(variant.result, state.run_dir)
     except (InterruptError, StoppedError):
         raise
     except FsdpctlError as error:
-        kind = REFUSED if isinstance(error, UsageError) else FAILED
-        each.row.status = f"{kind}{error}"
+        prefix = REFUSED if isinstance(error, UsageError) else FAILED
+        variant.result.status = f"{prefix}{error}"
 
 
 def _add_measured(row: VariantResult, run_dir: Path) -> None:
@@ -129,18 +129,17 @@ def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> flo
 
 
 def run_briefly(
-    seen: RunDirState, config: Resolved, settings: str, assets: Mapping[str, bytes]
+    state: RunDirState, config: Resolved, settings: str, assets: Mapping[str, bytes]
 ) -> str | None:
     """Run the steps of a new run, without validation, checkpoints and samples.
 
-    `config` is what was settled for the configuration of `seen`; `settings` and `assets` are
-    written into the run directory. Returns the reason of a failure. StoppedError if a signal
-    stopped it.
+    `config` is the resolved configuration of `state`. `settings` and `assets` are written into the
+    run directory. Returns why the run failed. InterruptError after SIGINT, else StoppedError.
     """
-    lock = lock_run_dir(seen.run_dir)
+    lock = lock_run_dir(state.run_dir)
     try:
-        prepare_run_dir(seen, config, [settings], assets)
-        outcome = launch_workers([str(seen.run_dir), MEASURE_ONLY], config.launch)
+        prepare_run_dir(state, config, [settings], assets)
+        outcome = launch_workers([str(state.run_dir), MEASURE_ONLY], config.launch)
     finally:
         lock.release()
     if outcome.stop_signal == signal.SIGINT:
@@ -169,29 +168,29 @@ def predict(variants: Sequence[Variant]) -> Iterator[str]:
         try:
             yield from _predict(estimator, each)
         except UsageError as error:
-            each.row.status = f"{REFUSED}{error}"
+            each.result.status = f"{REFUSED}{error}"
     plans = [each.plan for each in variants if each.plan is not None]
-    if plans and all(each.row.status != OK for each in variants):
+    if plans and all(each.result.status != OK for each in variants):
         yield "no variant fits; settings with which the nearest variant fits:"
         nearest = max(plans, key=lambda plan: estimator.estimate(plan).margin)
         yield from describe_suggestions(suggest(estimator, nearest))
-    if any((each.row.step_seconds or SHORT_STEP) < SHORT_STEP for each in variants):
+    if any((each.result.step_seconds or SHORT_STEP) < SHORT_STEP for each in variants):
         yield _SHORT_STEPS
 
 
-def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
-    placed = estimator.prepare(each.composed).config
-    if placed.launch.device == "cpu":
+def _predict(estimator: Estimator, variant: Variant) -> Iterator[str]:
+    config = estimator.prepare(variant.composed).config
+    if config.launch.device == "cpu":
         raise UsageError(
             "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
             "runs without --simulate"
         )
-    estimate, ranking = resolve_auto(estimator, placed)
+    estimate, ranking = resolve_auto(estimator, config)
     if ranking is not None and ranking.ranked:
         selected = "" if ranking.defaults else "selected: "
-        yield f"{each.row.label}: {selected}{ranking.summary}"
-    each.plan = plan = estimate.plan
-    row = each.row
+        yield f"{variant.result.label}: {selected}{ranking.summary}"
+    variant.plan = plan = estimate.plan
+    row = variant.result
     row.strategy = plan.config.strategy.name
     step, units = estimator.predict(plan), estimator.traced_model(plan.config).units
     time = run_time(estimator, estimate, step)

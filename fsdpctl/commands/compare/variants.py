@@ -18,6 +18,7 @@ from fsdpctl.resolve.run_plan import RunPlan
 
 _SEPARATOR = re.compile(r",(?![^\[]*\])")  # a comma that is not within brackets
 _CLUSTER, _PRICE = "cluster", "cluster.price"
+WITHOUT_SHARED_MEMORY = "launch.share_memory=false"
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +26,7 @@ class Variant:
     """A configuration to compare with others, with its results so far."""
 
     composed: Composed
-    row: VariantResult
+    result: VariantResult
     plan: RunPlan | None = None
 
     @property
@@ -34,13 +35,13 @@ class Variant:
         return self.plan.config if self.plan else self.composed.config
 
 
-def variants(settings: Sequence[str], recipe: str | None, *, simulates: bool) -> list[Variant]:
+def variants_of(settings: Sequence[str], recipe: str | None, *, simulates: bool) -> list[Variant]:
     """Return a variant for every combination of the alternatives in `settings`.
 
     Commas separate alternatives of group options and numbers. In texts, such as paths, and within
-    brackets, commas have no meaning. Without alternatives, all strategies are compared. They also
-    vary if engines vary and no strategy is set, because no engine of PyTorch has all strategies.
-    If strategies vary, each variant ignores values that its strategy does not use.
+    brackets, commas have no meaning. Without alternatives, all strategies are compared. Strategies
+    also vary if engines vary and no strategy is set: no engine of PyTorch has all strategies. Then,
+    each variant ignores values that its strategy does not use.
 
     Several prices belong to the clusters in their order; a single price belongs to all clusters.
     Only simulated variants have a length.
@@ -54,21 +55,18 @@ def variants(settings: Sequence[str], recipe: str | None, *, simulates: bool) ->
             raise UsageError(
                 f"{name}: only valid with --simulate; pass --steps to set the length of each run"
             )
-    alternatives = {
-        name: _SEPARATOR.split(text)
-        if name == _PRICE
-        else list(dict.fromkeys(_SEPARATOR.split(text)))
-        for name, equals, text in pairs
-        if equals and _SEPARATOR.search(text) and _has_alternatives(name)
-    }
-    for name, texts in alternatives.items():
-        if "" in texts:
-            raise UsageError(f"{name}={','.join(texts)}: empty alternative between commas")
-    if len(names) != len(set(names)):  # raises an error that names both
-        compose_config(settings, recipe)
-    of_recipe = [] if recipe is None else read_recipe(find_recipe(recipe))
-    between_engines = "engine" in alternatives and "strategy" not in dict(of_recipe)
-    if "strategy" not in names and (between_engines or not alternatives):
+    alternatives: dict[str, list[str]] = {}
+    for name, equals, text in pairs:
+        if equals and _SEPARATOR.search(text) and _has_alternatives(name):
+            texts = _SEPARATOR.split(text)
+            if "" in texts:
+                raise UsageError(f"{name}={text}: empty alternative between commas")
+            alternatives[name] = texts if name == _PRICE else list(dict.fromkeys(texts))
+    if len(names) != len(set(names)):
+        compose_config(settings, recipe)  # raises: a setting is repeated
+    recipe_settings = [] if recipe is None else read_recipe(find_recipe(recipe))
+    engines_vary = "engine" in alternatives and "strategy" not in dict(recipe_settings)
+    if "strategy" not in names and (engines_vary or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [each for name, each in zip(names, settings, strict=True) if name not in alternatives]
     prices = _prices(alternatives)
@@ -93,14 +91,9 @@ def _prices(alternatives: dict[str, list[str]]) -> dict[str, str]:
     return dict(zip(clusters, prices, strict=True))
 
 
-WITHOUT_SHARED_MEMORY = "launch.share_memory=false"
-
-
 def all_equivalent(compared: Sequence[Variant], *, simulates: bool) -> bool:
     """Return whether all strategies would run alike, because ranks would share memory."""
-    composed = [
-        each.composed if simulates else without_other_cluster(each.composed) for each in compared
-    ]
+    composed = [x.composed if simulates else without_other_cluster(x.composed) for x in compared]
     configs = [each.config for each in composed]
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
@@ -110,7 +103,7 @@ def all_equivalent(compared: Sequence[Variant], *, simulates: bool) -> bool:
     )
 
 
-def unique(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+def drop_duplicates(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants that run differently, and a line for each duplicate.
 
     A strategy that keeps unsharded parameters gathers none, so prefetching does not change it.
@@ -119,8 +112,8 @@ def unique(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     lines = []
     for each in compared:
         config = each.composed.config
-        name = config.strategy.name
-        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # unknown for `auto`
+        strategy = STRATEGIES.get(config.strategy.name)  # None for `auto`
+        gathers = strategy is None or strategy.shards_params
         settings = frozenset(
             (name, text)
             for name, text in to_settings(config).items()
@@ -128,15 +121,14 @@ def unique(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         )
         first = variants_by_settings.setdefault(settings, each)
         if first is not each:
-            lines.append(f"{each.row.label}: skipped, the same run as {first.row.label}")
+            lines.append(f"{each.result.label}: skipped, the same run as {first.result.label}")
     return list(variants_by_settings.values()), lines
 
 
-def supported(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+def drop_unsupported(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants whose engine supports their strategy, and a line about the others.
 
-    A single variant is returned in any case, so that its run reports the error. UsageError if no
-    variant is supported.
+    A single variant is always returned: its run reports the error. UsageError if none is supported.
     """
     if len(compared) < 2:
         return list(compared), []
@@ -148,8 +140,7 @@ def supported(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         elif strategy not in unsupported.setdefault(engine, []):
             unsupported[engine].append(strategy)
     problem = "; ".join(
-        f"engine={engine} does not support {', '.join(names)}"
-        for engine, names in unsupported.items()
+        f"engine={x} does not support {', '.join(names)}" for x, names in unsupported.items()
     )
     if not remaining:
         raise UsageError(problem)

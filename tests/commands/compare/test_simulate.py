@@ -2,7 +2,7 @@
 
 from fsdpctl.commands.compare.report import OK, TOO_LARGE, VariantResult, cells
 from fsdpctl.commands.compare.results import predict
-from fsdpctl.commands.compare.variants import variants
+from fsdpctl.commands.compare.variants import variants_of
 
 WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per_node=2",
          "train.seq_len=512", "train.global_batch_size=4", "cluster=h100"]  # fmt: skip
@@ -13,9 +13,9 @@ HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_siz
 
 def simulated(*words: str) -> tuple[list[VariantResult], list[str]]:
     """Return the rows and the notes, without that on the price of the cluster."""
-    found = variants([*words, "train.steps=20"], None, simulates=True)
+    found = variants_of([*words, "train.steps=20"], None, simulates=True)
     notes = list(dict.fromkeys(predict(found)))  # which sets what the rows have
-    return [each.row for each in found], [x for x in notes if not x.startswith("cost at ")]
+    return [each.result for each in found], [x for x in notes if not x.startswith("cost at ")]
 
 
 def test_changes_that_fit_are_named_if_no_variant_does():
