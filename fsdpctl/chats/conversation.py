@@ -60,10 +60,7 @@ class RenderedChat:
 
 
 def with_filler(message: Message, filler: str) -> Message:
-    """Replace the content of a message, and the names and arguments of its calls, by `filler`.
-
-    In a message without content and calls, the reasoning is replaced.
-    """
+    """Replace the content of a message, and the names and arguments of its calls, by `filler`."""
     content = message["content"]
     changed = dict(message)
     if isinstance(content, list):
@@ -72,7 +69,7 @@ def with_filler(message: Message, filler: str) -> Message:
         changed["content"] = filler
     if message.get("tool_calls"):
         changed["tool_calls"] = [_filled_call(call, filler) for call in message["tool_calls"]]
-    if changed == message:  # neither content nor calls
+    if changed == message:  # neither content nor calls: replace the reasoning
         changed |= {name: filler for name in REASONING if message.get(name)}
     return changed
 
@@ -92,12 +89,10 @@ def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
 
     A template may support only one of the two. UsageError if arguments are text that isn't JSON.
     """
-    messages = [
-        {**each, "tool_calls": [_with_arguments(call, as_text) for call in each["tool_calls"]]}
-        if each.get("tool_calls")
-        else each
-        for each in chat.messages
-    ]
+    messages = [dict(each) for each in chat.messages]
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_with_arguments(call, as_text) for call in calls]
     return msgspec.structs.replace(chat, messages=messages)
 
 

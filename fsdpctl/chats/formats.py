@@ -42,9 +42,8 @@ _RESERVED_VARIABLES = {
 _TEXT_FORMAT, TEXT_COLUMN = "text", "the column text"
 _INSTRUCTION_FORMAT = "instruction and output"
 ALPACA_FORMAT = f"{_INSTRUCTION_FORMAT}, as Alpaca's text"
-_INSTRUCTION_KEYS, _INPUT_KEYS, _OUTPUT_KEYS = (
-    ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
-)  # fmt: skip
+_INSTRUCTION_KEYS = ("instruction", "query", "question")
+_INPUT_KEYS, _OUTPUT_KEYS = ("input", "context"), ("output", "response")
 # Keys that a hint suggests to rename.
 _SIMILAR_TO_INSTRUCTION = (*_INSTRUCTION_KEYS, "prompt", "input", "problem", "source", "user")
 _SIMILAR_TO_OUTPUT = (*_OUTPUT_KEYS, "answer", "completion", "target", "solution", "assistant")
@@ -228,10 +227,7 @@ def _parse_instruction(row: _RowFields) -> Chat:
 
 
 def _parse_alpaca(row: _RowFields) -> PlainText:
-    """Convert a row of Alpaca into its text, as axolotl's `type: alpaca` does.
-
-    Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
-    """
+    """Convert a row of Alpaca to text as axolotl 0.18.0's prompters and prompt_tokenizers do."""
     keys = _INSTRUCTION_KEYS, _INPUT_KEYS, _OUTPUT_KEYS
     instruction, context, answer = (row.take_text(*each) for each in keys)
     if not is_empty(row.unused.get("history", [])):
@@ -245,10 +241,6 @@ def _parse_alpaca(row: _RowFields) -> PlainText:
     sections = "".join(f"### {name}:\n{text}\n\n" for name, text in parts)
     prompt = f"{task}\n\n{sections}### Response:\n"
     return PlainText(prompt + answer, len(prompt), tokenized_separately=True)
-
-
-def _parse_text(row: _RowFields) -> PlainText:
-    return PlainText(row.take_text(_TEXT_KEY))  # the reader skips empty text
 
 
 def _parse_column(fields: Mapping[str, Any]) -> tuple[PlainText, RowKeys]:
@@ -273,7 +265,7 @@ _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], _Parser]] = {
     _INSTRUCTION_FORMAT: ((_INSTRUCTION_KEYS, _OUTPUT_KEYS), _parse_instruction),
     # Selected by data.prompt=alpaca.
     ALPACA_FORMAT: ((_INSTRUCTION_KEYS, _OUTPUT_KEYS), _parse_alpaca),
-    _TEXT_FORMAT: (((_TEXT_KEY,),), _parse_text),
+    _TEXT_FORMAT: (((_TEXT_KEY,),), lambda row: PlainText(row.take_text(_TEXT_KEY))),
 }
 
 

@@ -17,13 +17,12 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios", "objects")
 _UNSUPPORTED_KEYS = {*MEDIA, "refusal"}
 _CALL_KEYS = ("function_call", "tool_call", "tool_calls")
 _ROLE_SYNONYMS = {
-    "human": "user", "input": "user", "prompter": "user",
-    "gpt": ASSISTANT, "model": ASSISTANT, "output": ASSISTANT, "bot": ASSISTANT,
-    "chatgpt": ASSISTANT, "ai": ASSISTANT, "chatbot": ASSISTANT,
+    **dict.fromkeys(("human", "input", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "output", "bot", "chatgpt", "ai", "chatbot"), ASSISTANT),
     **dict.fromkeys(_CALL_KEYS, ASSISTANT),
-    "observation": "tool", "observations": "tool", "ipython": "tool",
-    "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
-}  # fmt: skip
+    **dict.fromkeys(("observation", "observations", "ipython", "tool_response"), "tool"),
+    **dict.fromkeys(("tool_result", "function_response"), "tool"),
+}
 LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
 # Other keys that look like loss flags: a pattern for messages, and a list for rows, which also have
 # metadata such as `train_split`.
@@ -49,8 +48,7 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
     """
     if not messages:
         raise UsageError("the conversation has no messages")
-    checked: list[Message] = []
-    trained: list[bool] = []
+    checked, trained = list[Message](), list[bool]()
     for number, message in enumerate(messages, start=1):
         location = f"message {number}"
         raw_role = expect(message, dict, location).get("role", message.get("from"))

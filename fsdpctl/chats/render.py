@@ -37,10 +37,7 @@ class Renderer:
     """A compiled template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: str) -> None:
-        """Compile the template; `today` is the date for `strftime_now`, YYYY-MM-DD.
-
-        RenderError if the source isn't a template.
-        """
+        """Compile the template or raise RenderError; `today` is for `strftime_now`, YYYY-MM-DD."""
         from transformers.utils import chat_template_utils  # takes half a second
 
         self._source, self._special_tokens = source, dict(special_tokens)
@@ -97,7 +94,6 @@ def _one_line(error: Exception) -> str:
     kinds = (jinja2.TemplateError, ValueError)
     kind = "" if isinstance(error, kinds) else f"{type(error).__name__}: "
     text = " ".join(str(error).split()) or type(error).__name__
-    line = ""
     if isinstance(error, jinja2.TemplateSyntaxError):
-        line = f" (line {error.lineno} of the template)"
-    return f"{kind}{text:.300}{line}"
+        return f"{kind}{text:.300} (line {error.lineno} of the template)"
+    return f"{kind}{text:.300}"

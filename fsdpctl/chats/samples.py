@@ -59,11 +59,10 @@ def samples_of(
         # Such a template writes the list of parts as Python does.
         if any(str(each["content"]) in text for each in _messages_with_parts(form)):
             errors.append(RenderError("the template does not support content in parts"))
-            continue
-        if any(_is_written_by_python(each, text) for each in _arguments(form)):
+        elif any(_is_written_by_python(each, text) for each in _arguments(form)):
             errors.append(RenderError("the template writes arguments as Python does"))
-            continue
-        return _make_samples(rendering, policy)
+        else:
+            return _make_samples(rendering, policy)
     raise errors[0]
 
 
@@ -81,10 +80,8 @@ def _is_written_by_python(arguments: object, text: str) -> bool:
 
 
 def _forms(chat: Chat, takes_json_arguments: bool) -> Iterator[Chat]:
-    """Yield a chat in all forms of its arguments and content.
-
-    If a template accepts arguments as text, JSON text of the data stays unchanged.
-    """
+    """Yield a chat in all forms of its arguments and content."""
+    # If a template accepts arguments as text, the first form keeps the JSON text of the data.
     if takes_json_arguments and any(isinstance(each, str) for each in _arguments(chat)):
         yield chat
     try:

@@ -21,16 +21,17 @@ _CONTROL = re.compile(
 )
 
 
-def outcome(place: Path, name: str, kind: str, plain: str, marked: str) -> str:
+def outcome(folder: Path, name: str, kind: str, plain: str, marked: str) -> str:
     """Return `equal`, or how the tokens or the masks of a conversation differ."""
     try:
-        made = opened(place, name, [{"messages": CHATS[kind]}], plain)
+        made = opened(folder, name, [{"messages": CHATS[kind]}], plain)
     except Exception as error:
         return f"refused: {str(error).partition(': ')[2]:.110}"
     about = {"return_assistant_tokens_mask": True, "chat_template": marked}
     about["tokenizer_kwargs"] = {"return_offsets_mapping": True}
-    found = with_transformers(place / "tokenizer", CHATS[kind], **about)
-    mask, tokens = completed(found["assistant_masks"], found["offset_mapping"]), found["input_ids"]
+    encoding = with_transformers(folder / "tokenizer", CHATS[kind], **about)
+    mask = completed(encoding["assistant_masks"], encoding["offset_mapping"])
+    tokens = encoding["input_ids"]
     if [made.train[n][0].tolist() for n in range(len(made.train))] != [tokens]:
         return f"other tokens, in {len(made.train)} samples"
     differing: dict[bool, list[int]] = {True: [], False: []}
@@ -55,8 +56,8 @@ def main(folder: Path) -> None:
                 mock.patch.object(theirs, "datetime", _Clock),
                 mock.patch.dict(FAMILIES, {name: family}),
             ):
-                own, same = (outcome(Path(scratch), name, kind, x, marked) for x in (plain, marked))
-            print(f"{name}, {kind}: {own}; with TRL's template here: {same}", flush=True)
+                pair = [outcome(Path(scratch), name, kind, x, marked) for x in (plain, marked)]
+            print(f"{name}, {kind}: {pair[0]}; with TRL's template here: {pair[1]}", flush=True)
 
 
 if __name__ == "__main__":

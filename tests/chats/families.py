@@ -118,7 +118,7 @@ def template_of(name: str, *, marked: bool = False) -> str:
         choice = f"{{% if message['role'] == 'assistant' %}}{answer}{{% else %}}{body}{{% endif %}}"
         return text.replace(old, head + choice + tail)
     assert "⟪" in text or "generation" in text
-    text = text.replace("⟫\n", "⟫\n\n")  # of which a block takes one
+    text = text.replace("⟫\n", "⟫\n\n")  # a block takes one line break
     return text.replace("⟪", "{% generation %}").replace("⟫", "{% endgeneration %}")
 
 
@@ -127,9 +127,8 @@ def _trained(is_metaspace: bool) -> str:
     tokenizer = Tokenizer(BPE(byte_fallback=is_metaspace, unk_token="<unk>"))
     alphabet: list[str] = []
     if is_metaspace:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -1,5 +1,7 @@
 """Conversations, opened as in a run."""
 
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,21 @@ def opened(
     """Open rows with the template of the family, or with `template`."""
     tokenizer = write_tokenizer(folder / "tokenizer", name, template)
     file = write_lines(folder / "chats.jsonl", rows)
-    given = {"val_fraction": 0, "date": DATE, "path": str(file), **about}
-    return open_data(DataConfig(name="chat", tokenizer=str(tokenizer), **given))
+    settings = {"val_fraction": 0, "date": DATE, "path": str(file), **about}
+    return open_data(DataConfig(name="chat", tokenizer=str(tokenizer), **settings))
 
 
 def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str]]:
     """Return the trained spans of each sample as text."""
-    found = []
-    for number in range(len(chats)):
-        tokens, trained = chats[number]
-        texts, run = [], []
-        for token, flag in zip(tokens.tolist(), trained.tolist(), strict=True):
-            if flag:
-                run.append(token)
-            elif run:
-                texts.append(tokenizer.decode(run, skip_special_tokens=False))
-                run = []
-        found.append([*texts, *([tokenizer.decode(run, skip_special_tokens=False)] if run else [])])
-    return found
+    texts = []
+    for tokens, trained in (chats[number] for number in range(len(chats))):
+        pairs = zip(trained.tolist(), tokens.tolist(), strict=True)
+        runs = [[token for _, token in run] for flag, run in groupby(pairs, itemgetter(0)) if flag]
+        texts.append([tokenizer.decode(run, skip_special_tokens=False) for run in runs])
+    return texts
 
 
 def trained_of(folder: Path, name: str, rows: list[Any], **about: Any) -> list[list[str]]:
     """Return the trained spans of rows, opened by `opened`."""
-    found = opened(folder, name, rows, **about)
-    return trained_texts(found.train, found.tokenizer)
+    data = opened(folder, name, rows, **about)
+    return trained_texts(data.train, data.tokenizer)

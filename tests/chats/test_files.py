@@ -108,8 +108,8 @@ def test_parts_of_gzip_are_one_file(tmp_path):
 def test_rows_without_text_are_passed_over_and_counted(empty, tmp_path):
     rows = [{"text": empty, "id": 1}, *TEXTS, {"text": empty}, {"text": "d", "label": 1}]
     counts = Counter[str]()
-    name, found = read_rows(str(write_lines(tmp_path / "a.jsonl", rows)), counts)
-    texts = [(line.content, line.keys.ignored) for line, _ in found]
+    name, rows_read = read_rows(str(write_lines(tmp_path / "a.jsonl", rows)), counts)
+    texts = [(line.content, line.keys.ignored) for line, _ in rows_read]
     assert name == "text"
     assert texts == [
         (PlainText("a"), set()), (PlainText("b [] é"), {"id"}), (PlainText("c"), set()),

@@ -25,16 +25,13 @@ def test_assistant_messages_in_a_prompt_are_masked(tmp_path):
 
 def test_texts_are_trained_with_the_tokenizers_end_and_need_no_template(tmp_path):
     rows = [{"prompt": "hello there", "completion": " good day"}]
-    found = opened(tmp_path / "a", "llama3", rows, template="")
-    text = [
-        found.tokenizer.decode([token], skip_special_tokens=False)
-        for token in found.train.tokens.tolist()
-    ]
-    assert "".join(text) == "hello there good day<|eot_id|>"
-    assert found.train.loss_mask.tolist()[-1]
+    data = opened(tmp_path / "a", "llama3", rows, template="")
+    text = data.tokenizer.decode(data.train.tokens.tolist(), skip_special_tokens=False)
+    assert text == "hello there good day<|eot_id|>"
+    assert data.train.loss_mask.tolist()[-1]
     assert trained_of(tmp_path / "b", "llama3", rows) == [[" good day<|eot_id|>"]]
     assert trained_of(tmp_path / "c", "llama3", [{"text": "yes"}]) == [["yes<|eot_id|>"]]
-    assert found.template is None
+    assert data.template is None
 
 
 def test_parts_are_joined_if_the_template_does_not_support_them(tmp_path):
@@ -91,14 +88,14 @@ ALPACA = (
 @pytest.mark.parametrize("added", ["", None, "good friends"])
 def test_rows_of_alpaca_have_the_tokens_that_axolotl_makes(tmp_path, family, added):
     rows = [{"instruction": "say", "input": added, "output": "good day"}]
-    found = opened(tmp_path, family, rows, prompt="alpaca")
-    tokenizer = found.tokenizer.hf
-    asked = ALPACA[bool(added)].format(asked="say", added=added)
-    before, answer = tokenizer(asked)["input_ids"], tokenizer("good day", add_special_tokens=False)
+    data = opened(tmp_path, family, rows, prompt="alpaca")
+    tokenizer = data.tokenizer.hf
+    prompt = ALPACA[bool(added)].format(asked="say", added=added)
+    before, answer = tokenizer(prompt)["input_ids"], tokenizer("good day", add_special_tokens=False)
     expected = [*before, *answer["input_ids"], tokenizer.eos_token_id]
-    assert found.train.tokens.tolist() == expected
+    assert data.train.tokens.tolist() == expected
     trained = [False] * len(before) + [True] * (len(expected) - len(before))
-    assert found.train.loss_mask.tolist() == trained
+    assert data.train.loss_mask.tolist() == trained
 
 
 def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):
@@ -126,10 +123,10 @@ def test_rows_of_trls_documentation_have_the_tokens_that_trl_makes(tmp_path, fam
     whole, end = tokenizer("The sky is blue.")["input_ids"], tokenizer.eos_token_id
     assert text.train.tokens.tolist() == [*whole, end]
     pair_set = opened(tmp_path / "pair", family, [{"prompt": "The sky is", "completion": " blue."}])
-    asked = len(tokenizer("The sky is")["input_ids"])
+    num_prompt_tokens = len(tokenizer("The sky is")["input_ids"])
     assert pair_set.train.tokens.tolist() == [*whole, end]
-    count = len(whole) + 1 - asked
-    assert pair_set.train.loss_mask.tolist() == [False] * asked + [True] * count
+    count = len(whole) + 1 - num_prompt_tokens
+    assert pair_set.train.loss_mask.tolist() == [False] * num_prompt_tokens + [True] * count
     chat = opened(tmp_path / "chat", family, [{"messages": SKY}], train_on="all")
     expected = tokenizer.apply_chat_template(SKY, return_dict=False)
     assert (chat.train.tokens.tolist(), all(chat.train.loss_mask.tolist()[1:])) == (expected, True)

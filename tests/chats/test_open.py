@@ -27,9 +27,9 @@ def said_in(part, tokenizer):
     return [text for texts in trained_texts(part, tokenizer) for text in texts]
 
 
-def kept_folder():
-    (found,) = cache_folder("x").parent.glob("chats-*")
-    return found
+def cached_folder():
+    (folder,) = cache_folder("x").parent.glob("chats-*")
+    return folder
 
 
 def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
@@ -51,14 +51,14 @@ def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("damage", ["cut", "changed", "header", "gone"])
 def test_a_corrupted_cache_entry_is_rebuilt(damage, tmp_path):
     first = opened(tmp_path, "chatml", numbered(5))
-    file = kept_folder() / ("header.json" if damage == "header" else "train.tokens.npy")
+    file = cached_folder() / ("header.json" if damage == "header" else "train.tokens.npy")
     content = file.read_bytes()
     if damage == "gone":
         file.unlink()
     else:
         file.write_bytes(content[:-2] if damage != "changed" else content[:-1] + b"\xff")
     assert opened(tmp_path, "chatml", numbered(5)).fingerprint == first.fingerprint
-    assert (kept_folder() / file.name).read_bytes()[-2:] == content[-2:]
+    assert (cached_folder() / file.name).read_bytes()[-2:] == content[-2:]
 
 
 def test_a_read_only_cache_is_ignored(tmp_path, monkeypatch):
@@ -89,17 +89,17 @@ def test_keys_are_named_once_per_file(tmp_path):
     path = tmp_path / "chats.jsonl"
     with_keys = "messages[].loss (1 row), system_prompt (1 row)"
     for name in ("qwen25", "chatml"):
-        found = opened(tmp_path, name, rows)
-        assert opened(tmp_path, name, rows).notes == found.notes  # from the cache
+        data = opened(tmp_path, name, rows)
+        assert opened(tmp_path, name, rows).notes == data.notes  # from the cache
         ignored = "messages[].weird? (1 row), source (1 row)"
         if name == "qwen25":  # which writes tools
-            assert "1000000000000000000000" in said_in(found.train, found.tokenizer)[0]
+            assert "1000000000000000000000" in said_in(data.train, data.tokenizer)[0]
             expected = f"functions (1 row), {with_keys}"
         else:
             ignored, expected = f"functions (1 row), {ignored}", with_keys
         assert (
-            found.notes[:2]
-            == found.format_notes
+            data.notes[:2]
+            == data.format_notes
             == (f"{path}: format messages, with {expected}", f"{path}: ignored: {ignored}")
         )
 
@@ -121,10 +121,10 @@ def test_a_share_is_held_out_of_many():
 
 def test_a_file_can_validate_instead(tmp_path):
     write_lines(tmp_path / "held.jsonl", numbered(3, 900))
-    found = opened(tmp_path, "chatml", numbered(4), val_path=str(tmp_path / "held.jsonl"))
-    assert found.val is not None
-    assert (len(found.train), len(found.val)) == (4, 3)
-    assert "ok 900" in said_in(found.val, found.tokenizer)[0]
+    data = opened(tmp_path, "chatml", numbered(4), val_path=str(tmp_path / "held.jsonl"))
+    assert data.val is not None
+    assert (len(data.train), len(data.val)) == (4, 3)
+    assert "ok 900" in said_in(data.val, data.tokenizer)[0]
 
 
 def test_chats_are_mixed_by_share_of_sequences(tmp_path):
@@ -132,17 +132,17 @@ def test_chats_are_mixed_by_share_of_sequences(tmp_path):
     b = write_lines(tmp_path / "b.jsonl", numbered(100, 900, word="maybe"))
     held = write_lines(tmp_path / "held.jsonl", numbered(9, 2000))
     about: Any = {"path": f"{a}:1,more={b}:3", "val_path": f"{held},{b}", "packing": False}
-    found = opened(tmp_path, "chatml", [], **about)
-    rows = found.train.samples(64)
+    data = opened(tmp_path, "chatml", [], **about)
+    rows = data.train.samples(64)
     assert [(each.name, each.share) for each in rows.sources] == [("a", 0.25), ("more", 0.75)]
     assert np.bincount([rows.source_of(int(n)) for n in rows.order(0, 64, 0)]).tolist() == [16, 48]
-    texts = [found.tokenizer.decode(rows[int(n)].tokens.tolist()) for n in rows.order(0, 64, 0)]
+    texts = [data.tokenizer.decode(rows[int(n)].tokens.tolist()) for n in rows.order(0, 64, 0)]
     assert sum("maybe" in text for text in texts) == 48
     assert rows.to_line(400)["tokens/more"] == rows.per_source[1].num_tokens * 3
-    assert [len(each.content) for each in found.val.sources] == [9, 100]
-    assert found.description == "a (25.0%), more (75.0%)"
-    assert any(note.startswith("more: train: 100 conversations") for note in found.notes)
-    assert any(note.startswith("held: validation: 9 conversations") for note in found.notes)
+    assert [len(each.content) for each in data.val.sources] == [9, 100]
+    assert data.description == "a (25.0%), more (75.0%)"
+    assert any(note.startswith("more: train: 100 conversations") for note in data.notes)
+    assert any(note.startswith("held: validation: 9 conversations") for note in data.notes)
     with pytest.raises(UsageError, match=r"data\.val_path=.*shares are only valid in data\.path"):
         opened(tmp_path, "chatml", numbered(1), val_path=f"{a}:1,{b}:1")
 
@@ -152,11 +152,11 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", numbered(70))
     config = DataConfig(name="chat", path=str(file), tokenizer=str(tokenizer), val_fraction=0)
     with shown_activities() as seen:
-        found: Any = open_data(config)
+        data: Any = open_data(config)
     assert seen[-1].text().startswith("tokenizing: 70 conversations")
-    assert len(found.train) == 70
+    assert len(data.train) == 70
     # In the order of the file, however many processes there are.
-    assert [text.split()[1][:2].strip("<") for text in said_in(found.train, found.tokenizer)] == [
+    assert [text.split()[1][:2].strip("<") for text in said_in(data.train, data.tokenizer)] == [
         str(n) for n in range(70)
     ]
 
@@ -182,8 +182,8 @@ def test_chat_keys_require_chats(tmp_path):
 
 
 def test_a_note_reports_that_nothing_was_held_out(tmp_path):
-    found = opened(tmp_path, "chatml", numbered(2), val_fraction=0.0001)
-    assert (found.val, any("selects none" in note for note in found.notes)) == (None, True)
+    data = opened(tmp_path, "chatml", numbered(2), val_fraction=0.0001)
+    assert (data.val, any("selects none" in note for note in data.notes)) == (None, True)
 
 
 def of_lengths(*lengths, trained=None):
@@ -193,20 +193,20 @@ def of_lengths(*lengths, trained=None):
 
 
 def test_a_preview_highlights_trained_tokens(tmp_path):
-    found = opened(tmp_path, "chatml", numbered(3))
-    first, second = preview(found.train, found.tokenizer)
+    data = opened(tmp_path, "chatml", numbered(3))
+    first, second = preview(data.train, data.tokenizer)
     assert "ok 0<|im_end|>" in first.plain
     assert [first.plain[span.start : span.end] for span in first.spans] == ["ok 0<|im_end|>"]
-    (bare,) = preview(found.train, found.tokenizer, count=1, color=False)
+    (bare,) = preview(data.train, data.tokenizer, count=1, color=False)
     assert "assistant\n⟦ok 0<|im_end|>⟧\n" in bare.plain
     assert "say 1" in second.plain
     assert "more tokens" not in first.plain
 
 
 def test_a_preview_of_a_long_sample_counts_the_tokens_that_it_leaves_out(tmp_path: Path) -> None:
-    found = opened(tmp_path, "chatml", [{"messages": say("a", "b c " * 2000)}])
-    (only,) = preview(found.train, found.tokenizer)
-    assert only.plain.endswith(f" … {len(found.train.tokens) - 2000:,} more tokens")
+    data = opened(tmp_path, "chatml", [{"messages": say("a", "b c " * 2000)}])
+    (only,) = preview(data.train, data.tokenizer)
+    assert only.plain.endswith(f" … {len(data.train.tokens) - 2000:,} more tokens")
 
 
 def test_lengths_are_counted_by_powers_of_two():

@@ -35,10 +35,10 @@ def with_transformers(folder, messages, **about):
 
 def completed(mask, offsets):
     """Extend the mask of transformers to all tokens of a span's last character."""
-    found = list(mask)
-    for at in range(1, len(found)):
-        found[at] = found[at] or int(found[at - 1] and offsets[at] == offsets[at - 1])
-    return found
+    trained = list(mask)
+    for at in range(1, len(trained)):
+        trained[at] = trained[at] or int(trained[at - 1] and offsets[at] == offsets[at - 1])
+    return trained
 
 
 ROWS = [{"messages": messages} for messages in CHATS]
@@ -46,21 +46,21 @@ ROWS = [{"messages": messages} for messages in CHATS]
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_transformers(name, tmp_path):
-    found = opened(tmp_path, name, ROWS, rewritten_turns="keep").train
+    train = opened(tmp_path, name, ROWS, rewritten_turns="keep").train
     for number, messages in enumerate(CHATS):
         expected = with_transformers(tmp_path / "tokenizer", messages)
-        assert found[number][0].tolist() == expected["input_ids"]
+        assert train[number][0].tolist() == expected["input_ids"]
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_trained_positions_are_those_of_transformers_with_generation_blocks(name, tmp_path):
-    found = opened(tmp_path, name, ROWS, template_of(name, marked=True)).train
+    train = opened(tmp_path, name, ROWS, template_of(name, marked=True)).train
     for number, messages in enumerate(CHATS):
         expected = with_transformers(
             tmp_path / "tokenizer", messages, return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
         )  # fmt: skip
-        tokens, trained = found[number]
+        tokens, trained = train[number]
         assert tokens.tolist() == expected["input_ids"]
         theirs = completed(expected["assistant_masks"], expected["offset_mapping"])
         assert trained.tolist() == theirs
@@ -70,11 +70,11 @@ def test_trained_positions_are_those_of_transformers_with_generation_blocks(name
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_each_sample_of_a_rewritten_chat_is_the_conversation_up_to_there(name, tmp_path):
     messages = CHATS[0]
-    found = opened(tmp_path, name, [{"messages": messages}])
-    assert len(found.train) == 2
+    data = opened(tmp_path, name, [{"messages": messages}])
+    assert len(data.train) == 2
     for number, count in enumerate((2, 4)):
         expected = with_transformers(tmp_path / "tokenizer", messages[:count])["input_ids"]
-        assert found.train[number][0].tolist() == expected
+        assert data.train[number][0].tolist() == expected
 
 
 def test_all_tokens_of_a_last_character_are_trained_on(tmp_path):
@@ -83,11 +83,11 @@ def test_all_tokens_of_a_last_character_are_trained_on(tmp_path):
         "{% for m in messages %}{{ m.role + ':' }}{% generation %}{{ m.content }}"
         "{% endgeneration %}{% endfor %}"
     )
-    found = opened(tmp_path, "chatml", [{"messages": messages}], marked)
+    data = opened(tmp_path, "chatml", [{"messages": messages}], marked)
     theirs = with_transformers(tmp_path / "tokenizer", messages, return_assistant_tokens_mask=True)[
         "assistant_masks"
     ]
-    ours = found.train.loss_mask.tolist()
+    ours = data.train.loss_mask.tolist()
     missed = [at for at, (one, two) in enumerate(zip(ours, theirs, strict=True)) if one != two]
     assert (missed, ours[-4:]) == ([len(ours) - 3, len(ours) - 2, len(ours) - 1], [True] * 4)
 
@@ -103,6 +103,6 @@ def test_tool_calls_are_written_as_transformers_writes_them(name, tmp_path):
         {"role": "assistant", "content": "It is good"},
     ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"a": [1, 2]}}}]
-    found = opened(tmp_path, name, [{"messages": messages, "tools": tools}], rewritten_turns="keep")
+    data = opened(tmp_path, name, [{"messages": messages, "tools": tools}], rewritten_turns="keep")
     expected = with_transformers(tmp_path / "tokenizer", messages, tools=tools)["input_ids"]
-    assert found.train.tokens.tolist() == expected
+    assert data.train.tokens.tolist() == expected

@@ -41,8 +41,8 @@ def call(arguments: Any = None, name: str = "f", **keys: Any) -> dict[str, Any]:
     return {"type": "function", "function": function, **keys}
 
 
-def calls(*found: dict[str, Any], content: str = "") -> dict[str, Any]:
-    return answer(content, tool_calls=list(found))
+def calls(*functions: dict[str, Any], content: str = "") -> dict[str, Any]:
+    return answer(content, tool_calls=list(functions))
 
 
 def means(

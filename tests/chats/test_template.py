@@ -20,9 +20,9 @@ TALK = say("hello", "good day")
 
 
 def open_run_tokenizer(folder: Path) -> FileTokenizer:
-    found = open_tokenizer(str(folder))
-    assert isinstance(found, FileTokenizer)
-    return found
+    tokenizer = open_tokenizer(str(folder))
+    assert isinstance(tokenizer, FileTokenizer)
+    return tokenizer
 
 
 def rendered(source, messages=TALK, **about):
@@ -43,9 +43,9 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path):
             else:
                 (folder / name).write_text(content)
         theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-        found = open_template(open_run_tokenizer(folder), None)
-        assert found.text == theirs.get_chat_template() == expected
-        assert found.special_tokens == theirs.special_tokens_map
+        template = open_template(open_run_tokenizer(folder), None)
+        assert template.text == theirs.get_chat_template() == expected
+        assert template.special_tokens == theirs.special_tokens_map
 
 
 def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
@@ -53,8 +53,8 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
     config = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": named}))
-    found = open_template(open_run_tokenizer(folder), None)
-    assert (found.text, found.tool_text) == ("a", "b")
+    template = open_template(open_run_tokenizer(folder), None)
+    assert (template.text, template.tool_text) == ("a", "b")
 
 
 def test_a_given_file_is_used_and_a_missing_template_is_an_error(tmp_path):
@@ -67,9 +67,9 @@ def test_a_given_file_is_used_and_a_missing_template_is_an_error(tmp_path):
         name="chat", path=str(tmp_path / "chats.jsonl"), tokenizer=str(tokenizer),
         template=str(file), val_fraction=0,
     )  # fmt: skip
-    found = open_data(config)
-    assert isinstance(found.train, DocumentSet)
-    assert (len(found.train), any(str(file) in note for note in found.notes)) == (1, True)
+    data = open_data(config)
+    assert isinstance(data.train, DocumentSet)
+    assert (len(data.train), any(str(file) in note for note in data.notes)) == (1, True)
 
 
 def test_templates_have_the_variables_of_transformers():
@@ -128,9 +128,7 @@ def test_a_template_of_two_days_has_the_date_of_each():
 def test_templates_get_the_configured_date(tmp_path):
     rows = [{"messages": TALK}]
     first = opened(tmp_path, "llama32", rows)
-    assert "31 Jan 2026" in first.tokenizer.decode(
-        first.train.tokens.tolist(), skip_special_tokens=False
-    )
+    assert "31 Jan 2026" in first.tokenizer.decode(first.train.tokens.tolist())
     other = opened(tmp_path, "llama32", rows, date="2025-06-01")
     assert other.fingerprint != first.fingerprint
     assert other.date == "2025-06-01"

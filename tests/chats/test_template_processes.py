@@ -20,9 +20,8 @@ PLACES = [(CHAT, f"chats.jsonl, line {number}") for number in range(1, 71)]
 
 def setup(template=template_of("chatml"), most_bytes=2 << 30, seconds=10.0):
     controls = r"<\|im_start\|>|<\|im_end\|>"
-    return TemplateSetup(
-        template, template, {}, controls, DATE, "assistant", "split", seconds, most_bytes
-    )
+    policy = ("assistant", "split")
+    return TemplateSetup(template, template, {}, controls, DATE, *policy, seconds, most_bytes)
 
 
 @pytest.mark.slow
@@ -30,21 +29,19 @@ def test_replies_of_several_processes_are_in_order(monkeypatch):
     monkeypatch.setattr(running, "_BATCH_BYTES", 4000)
     chats = [(Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)]
     texts = [made.samples[0].text for made in render_chats(setup(), "t", chats)]
-    assert texts == [
-        f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{number}<|im_end|>\n"
-        for number in range(150)
-    ]
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    assert texts == [text.format(number) for number in range(150)]
 
 
 @pytest.mark.parametrize("made", [b"", b'""\n[[], {}]\n[[', b'{"a": "b"}\n', b"\x93\n"])
 def test_a_process_that_exits_or_replies_something_else_is_an_error(made, monkeypatch):
-    def start(given, file):
+    def start(files, file):
         file.write(made)
         return Mock()
 
     monkeypatch.setattr(running, "_start", start)
-    where = "chats.jsonl, line 2" if made[:2] == b'""' else "t"
-    with pytest.raises(UsageError, match=f"{where}: the template ended its process"):
+    location = "chats.jsonl, line 2" if made[:2] == b'""' else "t"
+    with pytest.raises(UsageError, match=f"{location}: the template ended its process"):
         list(render_chats(setup(), "t", PLACES))
 
 
@@ -52,8 +49,8 @@ def test_a_process_that_exits_or_replies_something_else_is_an_error(made, monkey
 def test_processes_are_ended_with_the_first_error(monkeypatch):
     started = []
 
-    def start(given, made):
-        started.append(start_as_before(given, made))
+    def start(files, made):
+        started.append(start_as_before(files, made))
         return started[-1]
 
     start_as_before = running._start
@@ -80,7 +77,7 @@ def test_long_conversations_have_more_time():
 
 
 def test_a_template_has_no_more_memory_than_its_limit() -> None:
-    given = setup("{% set text = 'x' * 1100000000 %}", 1 << 30)
+    template_setup = setup("{% set text = 'x' * 1100000000 %}", 1 << 30)
     said = "line 1: the template needs more than 1024 MiB of memory"
     with pytest.raises(UsageError, match=said):
-        list(render_chats(given, "t", PLACES[:1]))
+        list(render_chats(template_setup, "t", PLACES[:1]))

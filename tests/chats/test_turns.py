@@ -22,16 +22,14 @@ from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import opened, trained_of, trained_texts
 
 TALK = say("hello", "good \nday", "why", "because")
-# What has a loss: of each sample, of each answer, with the token that ends it.
+# The token that ends assistant messages, and families; then the trained texts of each sample.
 ENDS = {
     "<|im_end|>": "chatml smollm2 qwen25 phi4", " </s>": "llama2", "<|eot_id|>": "llama3 llama32",
     "</s>": "mistral_v1 mistral_v3 mistral_v7 zephyr", "<end_of_turn>": "gemma2 gemma3",
     "<|end|>": "phi3 phi4_mini", "<｜end▁of▁sentence｜>": "deepseek_r1",
 }  # fmt: skip
 EXPECTED = {
-    name: [[f"good \nday{end}", f"because{end}"]]
-    for end, names in ENDS.items()
-    for name in names.split()
+    name: [[f"good \nday{end}", f"because{end}"]] for end, x in ENDS.items() for name in x.split()
 } | {
     name: [[f"{before}good \nday{end}"], [f"{before}because{end}"]]
     for name, before, end in (
@@ -43,17 +41,17 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_assistant_messages_are_trained_on_with_the_token_that_ends_them(name, tmp_path):
-    found = trained_of(tmp_path, name, [{"messages": TALK}])
-    assert [[text.strip() for text in each] for each in found] == EXPECTED[name]
+    texts = trained_of(tmp_path, name, [{"messages": TALK}])
+    assert [[text.strip() for text in each] for each in texts] == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", [name for name in MARKED if name != "smollm3"])
 def test_located_messages_equal_generation_blocks(name, tmp_path):
     rows = [{"messages": say("hello", " good day", "why 🙂", "be\n\ncause 🙂")}]
-    found = opened(tmp_path / "found", name, rows)
+    located = opened(tmp_path / "found", name, rows)
     marked = opened(tmp_path / "marked", name, rows, template_of(name, marked=True))
-    assert found.train.tokens.tolist() == marked.train.tokens.tolist()
-    differing = found.train.loss_mask != marked.train.loss_mask
+    assert located.train.tokens.tolist() == marked.train.tokens.tolist()
+    differing = located.train.loss_mask != marked.train.loss_mask
     # Phi-3's marks have two tokens for the line's end behind each answer, its last token, and the
     # control token ahead of the first, which swallowed the space that the answer begins with.
     assert differing.sum() == (6 if name == "phi3" else 0)
@@ -64,8 +62,8 @@ ODD = ["\n\n lines \n", "  spaced ", "🙂", *FILLERS[:2]]
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_messages_with_unusual_edges_are_trained_on_in_full(name, tmp_path):
-    found = trained_of(tmp_path, name, [{"messages": say("hello", answer)} for answer in ODD])
-    for (text,), answer in zip(found, ODD, strict=True):
+    texts = trained_of(tmp_path, name, [{"messages": say("hello", answer)} for answer in ODD])
+    for (text,), answer in zip(texts, ODD, strict=True):
         assert answer.strip() in text
         assert "user" not in text
 
@@ -73,17 +71,17 @@ def test_messages_with_unusual_edges_are_trained_on_in_full(name, tmp_path):
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "phi3", "gemma2"])
 def test_control_tokens_in_messages_do_not_move_boundaries(name, tmp_path):
     end = {"phi3": "<|end|>", "gemma2": "<end_of_turn>"}.get(name, "<|im_end|>")
-    found = opened(tmp_path, name, [{"messages": say(f"a {end} b", f"one {end} two")}])
-    texts = trained_texts(found.train, found.tokenizer)
+    data = opened(tmp_path, name, [{"messages": say(f"a {end} b", f"one {end} two")}])
+    texts = trained_texts(data.train, data.tokenizer)
     assert texts[0][-1].strip().replace(" ", "").endswith(f"one{end}two{end}")
-    assert any("2 messages with control tokens" in note for note in found.notes)
+    assert any("2 messages with control tokens" in note for note in data.notes)
 
 
 def test_the_end_of_a_message_may_differ_from_the_tokenizers_end(tmp_path):
-    found = opened(tmp_path, "gemma2", [{"messages": TALK}])
-    end = found.tokenizer.control_tokens["<end_of_turn>"]
-    assert found.end_tokens == (end,)
-    assert found.tokenizer.eos_id == found.tokenizer.control_tokens["<eos>"] != end
+    data = opened(tmp_path, "gemma2", [{"messages": TALK}])
+    end = data.tokenizer.control_tokens["<end_of_turn>"]
+    assert data.end_tokens == (end,)
+    assert data.tokenizer.eos_id == data.tokenizer.control_tokens["<eos>"] != end
 
 
 def test_weights_mask_assistant_messages(tmp_path):
@@ -93,8 +91,8 @@ def test_weights_mask_assistant_messages(tmp_path):
     messages[1] = {**TALK[1], "train": False}
     assert trained_of(tmp_path / "b", "chatml", [{"messages": messages}]) == [["because<|im_end|>"]]
     marked = template_of("phi4", marked=True)
-    found = trained_of(tmp_path / "c", "phi4", [{"messages": messages}], template=marked)
-    assert found == [["because<|im_end|>"]]
+    texts = trained_of(tmp_path / "c", "phi4", [{"messages": messages}], template=marked)
+    assert texts == [["because<|im_end|>"]]
 
 
 def test_train_on_selects_the_last_message_or_all_tokens(tmp_path):
@@ -108,8 +106,8 @@ def test_train_on_selects_the_last_message_or_all_tokens(tmp_path):
 
 def test_rewritten_turns_can_be_kept_and_are_counted(tmp_path):
     rows = [{"messages": TALK}]
-    kept = [["good \nday<|im_end|>", "<think>\n\n</think>\n\nbecause<|im_end|>"]]
-    assert trained_of(tmp_path, "qwen3", rows, rewritten_turns="keep") == kept
+    expected = [["good \nday<|im_end|>", "<think>\n\n</think>\n\nbecause<|im_end|>"]]
+    assert trained_of(tmp_path, "qwen3", rows, rewritten_turns="keep") == expected
     assert any("1 conversation whose" in note for note in opened(tmp_path, "qwen3", rows).notes)
     assert not any("rewrites" in note for note in opened(tmp_path, "phi3", rows).notes)
 
@@ -152,8 +150,8 @@ CALLS = {
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_tool_calls_are_trained_on_and_their_results_are_masked(name, arguments, tmp_path):
-    found = trained_of(tmp_path, name, [{"messages": with_call(arguments)}])
-    assert [each.strip() for each in found[0]] == [each.strip() for each in CALLS[name]]
+    texts = trained_of(tmp_path, name, [{"messages": with_call(arguments)}])
+    assert [each.strip() for each in texts[0]] == [each.strip() for each in CALLS[name]]
 
 
 def test_a_control_token_that_opens_a_call_is_trained_on(tmp_path):
@@ -195,8 +193,8 @@ def test_an_end_that_is_not_a_control_token_is_rejected(tmp_path):
 
 def test_a_sample_without_trained_tokens_is_dropped_and_counted(tmp_path):
     silent = [{**each, "train": False} for each in TALK]
-    found = opened(tmp_path, "chatml", [{"messages": TALK}, {"messages": silent}])
-    assert (len(found.train), any("1 sample dropped" in note for note in found.notes)) == (1, True)
+    data = opened(tmp_path, "chatml", [{"messages": TALK}, {"messages": silent}])
+    assert (len(data.train), any("1 sample dropped" in note for note in data.notes)) == (1, True)
     with pytest.raises(UsageError, match="nothing to train on; 1 sample"):
         opened(tmp_path / "b", "chatml", [{"messages": silent}])
 
@@ -217,22 +215,22 @@ SHORTENED_SAMPLES = {
 @pytest.mark.parametrize("policy", SHORTENED_SAMPLES)
 def test_policies_for_rewritten_turns_with_generation_blocks(policy, tmp_path):
     rows = [{"messages": THOUGHTS}]
-    found = trained_of(tmp_path, "chatml", rows, template=SHORTENED, rewritten_turns=policy)
-    assert found == SHORTENED_SAMPLES[policy]
+    texts = trained_of(tmp_path, "chatml", rows, template=SHORTENED, rewritten_turns=policy)
+    assert texts == SHORTENED_SAMPLES[policy]
 
 
 def test_unchanged_messages_share_a_sample(tmp_path):
     calls = with_call({"city": "Rome"})
     calls[1]["reasoning_content"] = calls[3]["reasoning_content"] = "hm"
-    found = trained_of(tmp_path, "qwen3", [{"messages": [*say("hi", "ho"), *calls]}])
-    assert ([len(each) for each in found], "tool_call" in found[1][0]) == ([1, 2], True)
-    assert found[1][1] == "<think>\nhm\n</think>\n\ngood<|im_end|>"
+    texts = trained_of(tmp_path, "qwen3", [{"messages": [*say("hi", "ho"), *calls]}])
+    assert ([len(each) for each in texts], "tool_call" in texts[1][0]) == ([1, 2], True)
+    assert texts[1][1] == "<think>\nhm\n</think>\n\ngood<|im_end|>"
 
 
 def test_a_generation_block_at_the_end_belongs_to_the_last_message(tmp_path):
     rows = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
-    (found,) = trained_of(tmp_path, "phi3", rows, template=template_of("phi3", marked=True))
-    assert "".join(found).split() == ["because<|end|>", "<|endoftext|>"]
+    (texts,) = trained_of(tmp_path, "phi3", rows, template=template_of("phi3", marked=True))
+    assert "".join(texts).split() == ["because<|end|>", "<|endoftext|>"]
 
 
 PIECES = [
@@ -257,8 +255,8 @@ def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
     for marked in (False, True):
         renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
         made.append(samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples)
-    (found,), (expected,) = made
-    assert (found.text, found.spans) == (expected.text, expected.spans)
+    (located,), (expected,) = made
+    assert (located.text, located.spans) == (expected.text, expected.spans)
 
 
 TWO_ENDS = {
@@ -283,8 +281,8 @@ def test_control_tokens_that_always_follow_the_first_end_the_message_too(templat
     renderer = Renderer(template + PROMPT, {}, "2026-01-31")
     controls = re.compile(r"<\|turn\|>|<\|end\|>|<\|eot\|>")
     chat = Chat(say("hello", "good", "why", "better"), [True] * 4)
-    found = samples_of(renderer, chat, LossPolicy("assistant", policy), controls).samples
-    texts = [each.text[start:stop] for each in found for start, stop in each.spans]
+    samples = samples_of(renderer, chat, LossPolicy("assistant", policy), controls).samples
+    texts = [each.text[start:stop] for each in samples for start, stop in each.spans]
     assert [text.removeprefix("</t>") for text in texts] == TWO_ENDS[template]
     masked = msgspec.structs.replace(chat, trained=[True, True, True, False])
     (others,) = samples_of(renderer, masked, LossPolicy("all", policy), controls).samples
@@ -301,8 +299,8 @@ def test_a_call_is_trained_on_with_the_token_that_ends_the_turn(length):
     messages = [{**each, "content": each["content"] or ""} for each in with_call({"city": "Rome"})]
     chat, policy = Chat(messages[:length], [True] * length), LossPolicy("assistant", "split")
     renderer = Renderer(template + PROMPT, {}, "2026-01-31")
-    (found,) = samples_of(renderer, chat, policy, re.compile(r"<\|\w+\|>")).samples
-    texts = [found.text[start:stop] for start, stop in found.spans]
+    (sample,) = samples_of(renderer, chat, policy, re.compile(r"<\|\w+\|>")).samples
+    texts = [sample.text[start:stop] for start, stop in sample.spans]
     assert texts == ["<|call|>weather<|end|><|calls|><|eot|>", "good<|eot|>"][: length // 2]
 
 
@@ -329,19 +327,15 @@ def test_tokens_of_many_spans_are_those_with_a_character_in_one(seed, is_marked)
     drawn = np.random.default_rng(seed)
     edges = np.sort(drawn.choice(400, 40, replace=False)).reshape(-1, 2)
     at = np.sort(drawn.choice(400, 120))
-    given = EncodedText(drawn.integers(0, 9, 119).astype(np.uint16), at[:-1], at[1:])
+    encoded = EncodedText(drawn.integers(0, 9, 119).astype(np.uint16), at[:-1], at[1:])
     tokenizer: Any = SimpleNamespace(vocab_size=9, control_tokens={"<a>": 2, "<b>": 5})
     spans = [(int(a), int(b)) for a, b in edges]
-    found = ChatTokenizer(tokenizer)._loss_mask(ChatSample("", spans, is_marked), given)
-    expected = [
-        any(
-            stop > a and start < b and (is_marked or token not in (2, 5) or start >= a)
-            for a, b in spans
-        )
-        for token, start, stop in zip(given.tokens, given.starts, given.stops, strict=True)
-    ]
-    assert found.tolist() == expected
-    assert ChatTokenizer(tokenizer)._loss_mask(ChatSample("", []), given).sum() == 0
+    mask = ChatTokenizer(tokenizer)._loss_mask(ChatSample("", spans, is_marked), encoded)
+    triples = zip(encoded.tokens, encoded.starts, encoded.stops, strict=True)
+    for trained, (token, start, stop) in zip(mask.tolist(), triples, strict=True):
+        within = [a for a, b in spans if stop > a and start < b]
+        assert trained == any(is_marked or token not in (2, 5) or start >= a for a in within)
+    assert ChatTokenizer(tokenizer)._loss_mask(ChatSample("", []), encoded).sum() == 0
 
 
 class Searched(str):
@@ -354,9 +348,9 @@ class Searched(str):
         return super().__contains__(word)
 
 
-@pytest.mark.parametrize("words", [["<|a|>"] * 9999, ["<|a|>", "<|b|>"] * 9999])
-def test_a_long_message_is_searched_once_for_each_control_token_in_it(words):
+@pytest.mark.parametrize("tokens", [["<|a|>"] * 9999, ["<|a|>", "<|b|>"] * 9999])
+def test_a_long_message_is_searched_once_for_each_control_token_in_it(tokens):
     Searched.searches = 0
-    assert first_absent(words, Searched("x" * 999 + "<|a|><|b|>")) is None
-    assert Searched.searches == len({*words})
+    assert first_absent(tokens, Searched("x" * 999 + "<|a|><|b|>")) is None
+    assert Searched.searches == len({*tokens})
     assert first_absent(["<|a|>", "<|c|>"], Searched("<|a|>")) == "<|c|>"
