@@ -102,9 +102,7 @@ class ParamSpec:
 
     @property
     def role(self) -> Role:
-        if self.known_role is not None:
-            return self.known_role
-        return "vector" if len(self.shape) <= 1 else "matrix"
+        return self.known_role or ("vector" if len(self.shape) <= 1 else "matrix")
 
     @property
     def numel(self) -> int:

@@ -92,7 +92,7 @@ class ReductionFlow:
         while self._reducing:
             yield from self._finish_reduction()
         while self._combining:
-            yield from self._finish_combining()
+            yield Event(EventKind.COMBINED, self._combining.pop(0)[0])
 
     def _finish_reduction(self) -> Iterator[Event]:
         unit, nbytes = self._reducing.pop(0)
@@ -104,13 +104,9 @@ class ReductionFlow:
         # If chained, only the shard of the sum is in flight.
         combined = nbytes // (self._reductions.chained_ranks or 1)
         while not self._reductions.fits(combined, [n for _, n in self._combining]):
-            yield from self._finish_combining()
+            yield Event(EventKind.COMBINED, self._combining.pop(0)[0])
         yield Event(EventKind.COMBINE, unit)
         self._combining.append((unit, combined))
-
-    def _finish_combining(self) -> Iterator[Event]:
-        unit, _ = self._combining.pop(0)
-        yield Event(EventKind.COMBINED, unit)
 
 
 class Schedule:

@@ -381,7 +381,6 @@ class StepPlan:
     @property
     def shared_bytes(self) -> int:
         """The bytes of memory that all ranks share: unshard buffers and outboxes."""
-        if self.position.transport is not Transport.SHARED:
-            return 0
-        params = sum(each.nbytes for each in self.unshard_buffers)
-        return params + self.position.num_shards * self.outbox_bytes
+        buffers = sum(each.nbytes for each in self.unshard_buffers)
+        shares = self.position.transport is Transport.SHARED
+        return buffers + self.position.num_shards * self.outbox_bytes if shares else 0

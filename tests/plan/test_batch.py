@@ -1,5 +1,7 @@
 """The distribution of samples to ranks and micro-batches."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +15,8 @@ def test_every_sample_is_processed_exactly_once(world_size, more, data):
     samples = world_size + more
     micro = data.draw(st.one_of(st.none(), st.integers(1, -(-samples // world_size))))
     plan = plan_batches(samples, world_size, micro_batch_size=micro)
-    seen = [
-        sample
-        for rank in range(world_size)
-        for micro_step in range(plan.num_micro_batches)
-        for sample in plan.samples(rank, micro_step)
-    ]
+    pairs = product(range(world_size), range(plan.num_micro_batches))
+    seen = [sample for rank, index in pairs for sample in plan.samples(rank, index)]
     assert seen == list(range(samples))
 
 

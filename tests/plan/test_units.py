@@ -18,17 +18,16 @@ def node(name: str, class_name: str, *children: ModuleSpec) -> ModuleSpec:
 
 
 def decoder(head_shared: str = "") -> ModuleSpec:
-    blocks = [
-        node(f"layers.{i}", "Block", leaf(f"layers.{i}.a"), leaf(f"layers.{i}.b")) for i in range(3)
-    ]
+    names = [f"layers.{i}" for i in range(3)]
+    blocks = [node(x, "Block", leaf(f"{x}.a"), leaf(f"{x}.b")) for x in names]
     return node(
         "", "Decoder", leaf("embed", "Embedding"), node("layers", "ModuleList", *blocks),
         leaf("norm", "RMSNorm"), leaf("head", shared=head_shared),
     )  # fmt: skip
 
 
-def names(module: ModuleSpec, **about: object) -> dict[str, list[str]]:
-    units = divide_into_units(module, **about)  # type: ignore[arg-type]
+def names(module: ModuleSpec, **options: object) -> dict[str, list[str]]:
+    units = divide_into_units(module, **options)  # type: ignore[arg-type]
     return {unit.name: [param.name for param in unit.params] for unit in units}
 
 
@@ -42,17 +41,16 @@ def test_blocks_embedding_and_head_are_units_and_the_rest_is_the_root():
 
 
 def test_a_tied_parameter_belongs_to_the_root():
-    found = names(decoder(head_shared="embed.weight"), embedding="embed", head="head")
-    assert (found["root"], "embed" in found) == (["embed.weight", "norm.weight"], False)
-    assert "head" not in found
+    units = names(decoder(head_shared="embed.weight"), embedding="embed", head="head")
+    assert (units["root"], "embed" in units) == (["embed.weight", "norm.weight"], False)
+    assert "head" not in units
 
 
 def test_a_parameter_shared_by_blocks_belongs_to_the_root():
-    blocks = [
-        node(f"layers.{i}", "Block", leaf(f"layers.{i}.a"), leaf("", shared="s")) for i in (0, 1)
-    ]
-    found = names(node("", "Net", node("layers", "ModuleList", *blocks)))
-    assert found == {
+    pair = ("layers.0", "layers.1")
+    blocks = [node(x, "Block", leaf(f"{x}.a"), leaf("", shared="s")) for x in pair]
+    units = names(node("", "Net", node("layers", "ModuleList", *blocks)))
+    assert units == {
         "root": ["s"], "layers.0": ["layers.0.a.weight"], "layers.1": ["layers.1.a.weight"],
     }  # fmt: skip
 
