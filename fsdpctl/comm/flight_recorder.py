@@ -40,10 +40,8 @@ def read_record() -> CollectiveRecord:
 
 def _recorded_by_torch() -> CollectiveRecord:
     torch_c = importlib.import_module("torch._C._distributed_c10d")
-    for name in _RECORDERS:
-        dump = getattr(torch_c, name, None)
-        if dump is None:
-            continue
+    dumps = (getattr(torch_c, name) for name in _RECORDERS if hasattr(torch_c, name))
+    for dump in dumps:
         content = json.loads(dump(includeCollectives=True, onlyActive=False))
         if content.get("entries"):
             return _parse_dump(content)

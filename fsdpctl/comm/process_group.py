@@ -13,11 +13,10 @@ from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.waits import HostWaits, Waits
 
 T = TypeVar("T")
-_Collective = Callable[..., dist.Work]
 Groups = Sequence[Sequence[int]]  # the ranks of each group; together, all ranks
 
 
-def _renamed(name: str, old_name: str) -> _Collective:
+def _renamed(name: str, old_name: str) -> Callable[..., dist.Work]:
     """Return a function that torch 2.13 renamed; its old name warns since then."""
     return getattr(dist, name, None) or getattr(dist, old_name)  # type: ignore[no-any-return]
 

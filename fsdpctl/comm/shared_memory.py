@@ -201,10 +201,6 @@ class SharedMemory:
             if each:
                 raise NotShared(each)
 
-    @property
-    def size(self) -> int:
-        return len(self._pids)
-
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return zeros of each size in bytes, or raise NotShared on all ranks. Collective."""
         starts = list(accumulate((-(-size // _PAGE) * _PAGE for size in sizes), initial=0))
@@ -261,7 +257,7 @@ class SharedMemory:
         """
         UNRECORDED.pending = f"{target} over shared memory"
         began = time.monotonic()
-        for rank in range(self.size):
+        for rank in range(len(self._pids)):
             index = rank * _NUM_COUNTERS + kind
             while _is_before(value := int(self._counters[index]), count):
                 self._sleep(self._address(rank, kind), value)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,13 +38,14 @@ class HostWaits:
     def __init__(self) -> None:
         self._seconds = 0.0
 
-    def measure(self, wait: Callable[[], object]) -> None:
-        """Call `wait()`, and add its duration by the host's clock."""
+    def measure(self, wait: Callable[[], Any]) -> Any:
+        """Return the result of `wait()`, and add its duration by the host's clock."""
         began = time.perf_counter()
         STATUS_PAGE.mark_waiting(begins=True)
-        wait()
+        result = wait()
         STATUS_PAGE.mark_waiting(begins=False)
         self._seconds += time.perf_counter() - began
+        return result
 
     def take(self) -> GetWaitSeconds:
         seconds, self._seconds = self._seconds, 0.0

@@ -140,14 +140,8 @@ class _TimedCollective:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
         """Run the collective, which blocks: `fully_shard` does not set `async_op` by default."""
-        result: Any = None
-
-        def run() -> None:
-            nonlocal result
-            result = self._collective(output_tensor, input_tensor, **kwargs)
-
-        self._waits.measure(run)
-        return result
+        collective = partial(self._collective, output_tensor, input_tensor, **kwargs)
+        return self._waits.measure(collective)
 
 
 def _time_collectives(units: Iterator[FSDPModule], waits: HostWaits) -> None:

@@ -108,9 +108,8 @@ class TorchEngineModel(nn.Module):
         if self._engine.num_replicas == 1:
             return
         sums = [integer_view(shard.master).sum(dtype=torch.int64) for shard in self._shards]
-        names = [local.name for local in self._engine.local_params]
-        values = torch.stack(sums).tolist()
-        checksums = {name: (value,) for name, value in zip(names, values, strict=True)}
+        values = zip(self._shards, torch.stack(sums).tolist(), strict=True)
+        checksums = {shard.unit: (value,) for shard, value in values}
         compare_replicas(self.collectives, self._engine.shard_rank, checksums)
 
     def name_ranges(self, *, is_on: bool) -> None:

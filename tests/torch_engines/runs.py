@@ -14,20 +14,20 @@ TOLERANCE = 1e-6  # of losses in fp32: engines add up ranks' gradients in anothe
 
 @distributed(timeout=240)
 def train(rank: int, world_size: int, starts: list[list[str]]) -> None:
-    """One run after another, to its end."""
+    """Complete the runs, one after the other."""
     for typed in starts:
         made(typed).run()
 
 
 def begin(folder: Path, ranks: int, name: str, *more: str) -> list[str]:
-    """The words of a run."""
+    """Return the settings of a run."""
     return words(folder, ranks, "train.steps=5", f"train.run_dir={folder / name}", *more)
 
 
 def losses(run_dir: Path) -> dict[str, float]:
-    """Every loss and validation loss of a run, by step."""
-    found: dict[str, float] = {}
+    """Return every loss and validation loss of a run, by step."""
+    by_step: dict[str, float] = {}
     for step, *values in figures(run_dir):
         kinds = zip(("loss", "validation loss"), values, strict=True)
-        found |= {f"{kind} of step {step}": loss for kind, loss in kinds if loss is not None}
-    return found
+        by_step |= {f"{kind} of step {step}": loss for kind, loss in kinds if loss is not None}
+    return by_step

@@ -19,12 +19,13 @@ pytestmark = [
 def test_losses_on_a_device_equal_those_of_fsdpctl(precision: str, tmp_path: Path) -> None:
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP}
     for name, more in each.items():
-        where = [f"train.run_dir={name}", "train.steps=5", f"precision={precision}"]
-        given = words(tmp_path, 1, *where, "launch.device=cuda", *more)
-        done = fsdpctl("train", *given, cwd=tmp_path)
+        settings = [f"train.run_dir={name}", "train.steps=5", f"precision={precision}"]
+        options = words(tmp_path, 1, *settings, "launch.device=cuda", *more)
+        done = fsdpctl("train", *options, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    off = 1e-5 if precision == "fp32" else 2e-3
+    tolerance = 1e-5 if precision == "fp32" else 2e-3
+    expected = pytest.approx(losses(tmp_path / "ours"), rel=tolerance)
     for name in ("fsdp2", "ddp"):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "ours"), rel=off), name
+        assert losses(tmp_path / name) == expected, name
     lines = [json.loads(line) for line in (tmp_path / "ddp/metrics.jsonl").read_text().splitlines()]
     assert all(0 <= line["exposed_communication_seconds"] < 1 for line in lines if "loss" in line)

@@ -85,13 +85,13 @@ def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_re
     names = set()
     for shard in model.flat_shards():
         for piece in shard.param_slices():
-            whole = expected[piece.param.name].flatten()
-            own = shard.view(shard.master, piece.in_flat)
-            torch.testing.assert_close(own, whole[piece.in_param.start : piece.in_param.stop])
+            full = expected[piece.param.name].flatten()
+            local = shard.view(shard.master, piece.in_flat)
+            torch.testing.assert_close(local, full[piece.in_param.start : piece.in_param.stop])
         (param,) = shard.layout.params
         names.add(param.name)
     assert names == set(expected)
-    written = sum(span.numel for shard in model.flat_shards() for span in [shard.saved_span])
+    written = sum(shard.saved_span.numel for shard in model.flat_shards())
     every = model.collectives.all_gather_values(written)
     assert sum(every) == sum(param.numel() for param in expected.values())
 

@@ -33,8 +33,8 @@ def test_unsupported_settings_are_rejected(more: str, said: str, tmp_path: Path)
 
 
 def test_a_run_prints_its_engine(tmp_path: Path) -> None:
-    given = words(tmp_path, 2, "engine=fsdp2", f"train.run_dir={tmp_path / 'run'}")
-    code, text = invoke("train", *given, "--dry-run")
+    options = words(tmp_path, 2, "engine=fsdp2", f"train.run_dir={tmp_path / 'run'}")
+    code, text = invoke("train", *options, "--dry-run")
     assert (code, "engine fsdp2, full_shard" in " ".join(text.split())) == (0, True)
 
 

@@ -9,7 +9,7 @@ from tests.torch_engines.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin
 from tests.training.ranks import lines, made, plant
 
 KEEPS = [*FSDP2, "strategy=shard_grad_op"]
-# By what is special: ranks, words of all, and of each run that is compared with one of ours.
+# Ranks, common settings, and settings of each run that is compared with fsdpctl's engine.
 CASES: dict[str, tuple[int, str, list[list[str]]]] = {
     "strategies": (2, "", [FSDP2, KEEPS, ALONE, DDP]),
     "copies": (4, "", [HYBRID, [*HYBRID, "strategy=hybrid_shard_grad_op"]]),
@@ -38,15 +38,15 @@ CASES: dict[str, tuple[int, str, list[list[str]]]] = {
 }  # fmt: skip
 
 
-def check(folder: Path, ranks: int, words: str, runs: list[list[str]], off: float) -> None:
-    shared = words.split()
+def check(folder: Path, ranks: int, settings: str, runs: list[list[str]], tolerance: float) -> None:
+    shared = settings.split()
     each = {"ours": shared, **{" ".join(more): [*shared, *more] for more in runs}}
     starts = [begin(folder, ranks, name, *more) for name, more in each.items()]
     train(world_size=ranks, starts=starts)
     ours = losses(folder / "ours")
     assert len(ours) >= 5
     for name in each:
-        assert losses(folder / name) == pytest.approx(ours, rel=off), name
+        assert losses(folder / name) == pytest.approx(ours, rel=tolerance), name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,8 +59,7 @@ def test_losses_equal_those_of_fsdpctl(case: str, tmp_path: Path) -> None:
 def test_autocast_is_bf16_too(tmp_path: Path) -> None:
     check(tmp_path, 2, "precision=bf16", [DDP], 2e-3)
     train(world_size=2, starts=[begin(tmp_path, 2, "fp32", *DDP)])
-    (narrow,) = (losses(tmp_path / " ".join(DDP)),)
-    wide = losses(tmp_path / "fp32")
+    narrow, wide = losses(tmp_path / " ".join(DDP)), losses(tmp_path / "fp32")
     assert any(abs(narrow[name] - wide[name]) > 1e-5 for name in wide)
 
 
@@ -85,8 +84,8 @@ def test_non_finite_steps_are_handled(tmp_path: Path) -> None:
     train_with_accidents(world_size=2, starts=starts)
     for name in each:
         bad = [line["rejected_step"] for line in lines(tmp_path / name) if "rejected_step" in line]
-        found = [(one["reason"], one["rank"]) for one in bad]
-        assert found == [("nonfinite_loss", 1), ("nonfinite_grad", 0)]
+        reasons = [(one["reason"], one["rank"]) for one in bad]
+        assert reasons == [("nonfinite_loss", 1), ("nonfinite_grad", 0)]
         ours = losses(tmp_path / "ours")
         assert losses(tmp_path / name) == pytest.approx(ours, rel=TOLERANCE, nan_ok=True)
 
@@ -95,14 +94,8 @@ def test_non_finite_steps_are_handled(tmp_path: Path) -> None:
 def test_unknown_metrics_of_an_engine_are_null(tmp_path: Path) -> None:
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP, "copies": ALONE}
     train(world_size=2, starts=[begin(tmp_path, 2, name, *more) for name, more in each.items()])
-    waits = {
-        name: [
-            line["exposed_communication_seconds"]
-            for line in lines(tmp_path / name)
-            if "loss" in line
-        ][:5]
-        for name in each
-    }
+    key = "exposed_communication_seconds"
+    waits = {name: [x[key] for x in lines(tmp_path / name) if "loss" in x][:5] for name in each}
     for name in ("ours", "fsdp2", "ddp"):
         assert all(seconds > 0 for seconds in waits[name]), name
-    assert waits["copies"] == [None] * 5  # sums over copies cannot be looked at
+    assert waits["copies"] == [None] * 5  # sums over replicas cannot be observed
