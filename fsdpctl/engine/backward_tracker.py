@@ -146,7 +146,11 @@ class BackwardTracker:
     """A record of the calls of all units of a model, and of the calls that backward has reached."""
 
     def __init__(self, world: Collectives, required_by: str | None) -> None:
-        """Exchange over `world`; `required_by` as in `agree_on_forwards`."""
+        """Create an empty record of the ranks `world`.
+
+        `required_by` is a strategy that requires the same forwards on all ranks, because its ranks
+        would otherwise gather different units.
+        """
         self._world, self._required_by = world, required_by
         self.backward_count = 0  # completed backwards
         self._makes_graph = False  # whether the outermost module's forward makes a graph
@@ -178,9 +182,8 @@ class BackwardTracker:
         if len(recent) < 2:
             return
         local = [each is not None and each.takes_part for each in recent] if is_known else []
-        agreed = agree_on_forwards(self._world, local, required_by=self._required_by)
-        # `agreed` is longer than `recent` if another rank ran more forwards.
-        for each, takes_part in zip(recent, agreed, strict=False):
+        # The answer is longer than `recent` if another rank ran more forwards.
+        for each, takes_part in zip(recent, self._agree(local), strict=False):
             if each is not None:
                 each.takes_part = takes_part
 
@@ -240,25 +243,21 @@ class BackwardTracker:
         self._recent.clear()
         self.backward_count += 1
 
+    def _agree(self, takes_part: Sequence[bool]) -> Sequence[bool]:
+        """Return which forwards take part in a backward on any rank. Collective.
 
-def agree_on_forwards(
-    collectives: Collectives, takes_part: Sequence[bool], *, required_by: str | None
-) -> Sequence[bool]:
-    """Return which forwards take part in a backward on any rank. Collective.
-
-    `takes_part` has whether each forward takes part on this rank (empty: unknown). `required_by` is
-    a strategy that requires the same forwards on all ranks, because its ranks would otherwise
-    gather different units. ModuleError if it is set and the ranks differ.
-    """
-    answers = collectives.all_gather_values(list(takes_part))
-    if not all(answers):
-        return [True] * max(map(len, answers))
-    if required_by and any(each != answers[0] for each in answers):
-        numbers = [[n for n, is_part in enumerate(each, 1) if is_part] for each in answers]
-        other = next(rank for rank, each in enumerate(answers) if each != answers[0])
-        raise ModuleError(
-            f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
-            f"through {numbers[other]} on rank {other}; {required_by} requires the same forwards "
-            "on all ranks (add 0 * the losses of the other forwards)"
-        )
-    return [any(each) for each in zip(*answers, strict=True)]
+        `takes_part` has whether each forward takes part on this rank (empty: unknown). ModuleError
+        if the ranks differ and the strategy requires the same forwards.
+        """
+        answers = self._world.all_gather_values(list(takes_part))
+        if not all(answers):
+            return [True] * max(map(len, answers))
+        if self._required_by and any(each != answers[0] for each in answers):
+            numbers = [[n for n, is_part in enumerate(each, 1) if is_part] for each in answers]
+            other = next(rank for rank, each in enumerate(answers) if each != answers[0])
+            raise ModuleError(
+                f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
+                f"through {numbers[other]} on rank {other}; {self._required_by} requires the same "
+                "forwards on all ranks (add 0 * the losses of the other forwards)"
+            )
+        return [any(each) for each in zip(*answers, strict=True)]

@@ -169,13 +169,20 @@ def _with_recompute_context(
     return forward, _NestedContexts(outer(), recomputation)
 
 
+def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    options: Any = {"use_reentrant": False, "preserve_rng_state": block._is_random}
+    return checkpoint(block._plain_forward, *args, **options, **kwargs)
+
+
 def _make_checkpointed(contexts: Callable[[], Any]) -> Callable[..., Any]:
-    # torch.compile does not support `context_fn`.
-    options: Any = {} if contexts is noop_context_fn else {"context_fn": contexts}
+    if contexts is noop_context_fn:
+        # torch.compile does not support `context_fn`. Not the function below: Dynamo limits the
+        # recompilations of each function, and a model can have blocks of both modes.
+        return _checkpointed_forward
 
     def checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        settings: Any = {"use_reentrant": False, "preserve_rng_state": block._is_random, **options}
-        return checkpoint(block._plain_forward, *args, **settings, **kwargs)
+        run = partial(checkpoint, block._plain_forward, use_reentrant=False)
+        return run(*args, preserve_rng_state=block._is_random, context_fn=contexts, **kwargs)
 
     return checkpointed_forward
 

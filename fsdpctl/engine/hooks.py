@@ -62,10 +62,7 @@ class _Inputs:
 
 
 def _hook(
-    module: nn.Module,
-    runtime: Runtime,
-    before: Callable[[Any, Any], Any],
-    after: Callable[[Any], None],
+    module: nn.Module, runtime: Runtime, before: Callable[..., Any], after: Callable[..., None]
 ) -> None:
     """Register `before(args, kwargs)` and `after(outputs)` for this module object.
 

@@ -60,9 +60,9 @@ class HostInputs:
     """Inputs of the first blocks. The last one stays on the device: backward needs it at once."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._last = num_blocks - 1
+        self.last = num_blocks - 1  # the number of the block whose input stays on the device
         self.sizes: dict[int, int] = {}  # bytes of the last input of each block
-        self.buffers = InputBuffers(self._last, self._allocate)
+        self.buffers = InputBuffers(self.last, self._allocate)
         self._worker: HostWorker | None = None
         self.copier: Copier | None = None  # None on the meta device
         self._newest: ref[OffloadedInput] | None = None
@@ -71,13 +71,12 @@ class HostInputs:
         """Start to copy the input of block `number`, which is about to run."""
         if self.copier is None and not tensor.is_meta:
             self._worker, self.copier = HostWorker(tensor.device), Copier(tensor.device)
-        stays_on_device = number == self._last
-        if not stays_on_device:
+        if number != self.last:
             self.sizes[number] = tensor.nbytes
         previous = None if self._newest is None else self._newest()
         if previous is not None and previous.number >= number:
             previous = None  # it belongs to an earlier forward
-        offloaded = OffloadedInput(self, number, tensor, previous, stays_on_device=stays_on_device)
+        offloaded = OffloadedInput(self, number, tensor, previous)
         self._newest = ref(offloaded)
         return offloaded
 
@@ -90,15 +89,10 @@ class OffloadedInput:
     """The input of one forward of a block: a context for that forward and its recomputations."""
 
     def __init__(
-        self,
-        inputs: HostInputs,
-        number: int,
-        value: Tensor,
-        previous: "OffloadedInput | None",
-        *,
-        stays_on_device: bool,
+        self, inputs: HostInputs, number: int, value: Tensor, previous: Self | None
     ) -> None:
         """Start the copy, unless the input stays on the device. Backward needs `previous` next."""
+        stays_on_device = number == inputs.last
         self.number = number
         self.tensor: Tensor | None = value  # for the block
         self._inputs = inputs

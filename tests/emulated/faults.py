@@ -306,11 +306,9 @@ def a_gradient_counts_twice(right: Any, self: Any, flat: Any) -> None:
 
 
 @instead(NcclCollectives, "reduce_scatter", Case())
-def gradients_are_not_reduced(
-    _right: Any, self: Any, whole: Tensor, parts: Any
-) -> InPlaceReduction:
-    own = parts[self.rank]
-    return InPlaceReduction(Handle(lambda: whole[own.start : own.stop]))
+def gradients_are_not_reduced(_right: Any, self: Any, full: Tensor, spans: Any) -> InPlaceReduction:
+    span = spans[self.rank]
+    return InPlaceReduction(Handle(lambda: full[span.start : span.stop]))
 
 
 @instead(GradientReducer, "__init__", Case())

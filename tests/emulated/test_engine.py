@@ -154,7 +154,7 @@ def test_an_unused_input_arrives_before_its_memory_is_used_again() -> None:
     backward_fails(world_size=1, waits=True)
 
 
-def test_otherwise_that_is_found() -> None:
+def test_without_this_wait_a_race_is_detected() -> None:
     with pytest.raises(AssertionError, match="freed too early"):
         backward_fails(world_size=1, waits=False)
 
@@ -173,9 +173,7 @@ def orders() -> list[tuple[str, int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size", "seed"), orders())
 @distributed(timeout=600, on_devices=True)
-def test_everything_gives_the_losses_of_cpu_ranks_in_any_order_of_kernels(
-    rank: int, world_size: int, strategy: str, seed: int
-) -> None:
+def test_cases_give_the_losses_of_cpu_ranks_in_any_kernel_order(rank, world_size, strategy, seed):
     of_strategy = (case for case in every_case() if case.strategy == strategy)
     for place, case in enumerate(of_strategy):
         if seed in (0, 1 + place % 4, 5 + place % 5, 10 + place % 10):

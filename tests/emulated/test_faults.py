@@ -36,5 +36,5 @@ def test_a_planted_fault_is_found(name: str, seed: int) -> None:
     ("case", "world_size"), {case: ranks_for(case) for case, _ in FAULTS.values()}.items(), ids=str
 )
 @distributed(timeout=60, on_devices=True)
-def test_without_it_nothing_is_found(rank: int, world_size: int, case: Case) -> None:
+def test_without_a_fault_nothing_is_detected(rank: int, world_size: int, case: Case) -> None:
     case.check(rank, world_size)

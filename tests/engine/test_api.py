@@ -297,9 +297,7 @@ OPTIMIZERS = {
 
 @distributed(world_size=2)
 @in_turn(name=list(OPTIMIZERS))
-def test_an_optimizer_on_flat_parameters_resumes_under_any_strategy(
-    rank: int, world_size: int, name: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_on_flat_parameters_resumes_anywhere(rank, world_size, name, tmp_path):
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
     optimizer = OPTIMIZERS[name](model.flat_parameters())
     batches = [of_ranks[rank][0] for of_ranks in token_batches(4, world_size)]

@@ -245,9 +245,7 @@ def test_units_wait_for_their_own_step_only(rank, world_size, mode, precision):
 
 
 @distributed(2)
-def test_an_error_of_the_host_is_raised_by_the_next_forward_and_no_half_step_is_saved(
-    rank: int, world_size: int
-) -> None:
+def test_the_next_forward_raises_an_error_of_the_host_and_no_half_step_is_saved(rank, world_size):
     model = shard_model(make_net(tied=True), Sharding(offload="states"))
     optimizer = ShardedAdamW(model, lr=0.05)
     next_token_loss(model, _tokens(rank, 0)).backward()
@@ -269,9 +267,7 @@ def test_an_error_of_the_host_is_raised_by_the_next_forward_and_no_half_step_is_
 
 @distributed(2)
 @in_turn(before__after=[("states", "none"), ("none", GRADIENTS), (GRADIENTS, "states")])
-def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
-    rank: int, world_size: int, before: str, after: str
-) -> None:
+def test_a_running_step_is_saved_in_full_and_resumed_elsewhere(rank, world_size, before, after):
     (folder,) = collectives_for(torch.device("cpu")).all_gather_values(tempfile.mkdtemp())[:1]
     right = HostStates._step
 

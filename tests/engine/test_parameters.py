@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,9 +27,7 @@ def read(model: fsdpctl.ShardedModel) -> None:
 @in_turn(
     strategy=["full_shard", "shard_optimizer", "no_shard"], held=[False, True], look=[clip, read]
 )
-def test_reading_the_gradient_of_a_parameter_raises_an_error(
-    rank: int, world_size: int, strategy: str, held: bool, look: Callable[..., None]
-) -> None:
+def test_reading_a_gradient_of_a_parameter_raises_an_error(rank, world_size, strategy, held, look):
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
     optimizer = fsdpctl.ShardedAdamW(model)
     for of_ranks in token_batches(2, world_size):

@@ -53,9 +53,7 @@ def counted() -> Iterator[list[str]]:
     found += ["item"] * reads.count
 
 
-def waits_in_a_step(
-    rank: int, strategy: str, reduce: Any, *, evaluates: bool, skips: bool
-) -> list[str]:
+def step_waits(rank: int, strategy: str, reduce: Any, *, evaluates: bool, skips: bool) -> list[str]:
     """Return the waits in the last of five steps of two micro-batches each."""
     net = make_net(tied=False)
     if skips:
@@ -88,7 +86,7 @@ def test_a_step_does_not_wait_for_tensors(rank: int, world_size: int, whole: boo
     switches = [False, True]
     chosen = cases(list(STRATEGIES), ["every", "last"], switches, switches, whole=whole)
     for strategy, reduce, evaluates, skips in chosen:
-        found = waits_in_a_step(rank, strategy, reduce, evaluates=evaluates, skips=skips)
+        found = step_waits(rank, strategy, reduce, evaluates=evaluates, skips=skips)
         # The fingerprints of gathers; on CUDA they are compared a step later.
         allowed = ["item"] * STRATEGIES[strategy].shards_params
         # The optimizer does not step parameters without a gradient on any rank.
