@@ -48,7 +48,7 @@ class RankStatus:
     is_waiting: bool  # for other ranks
     phase: str
     pid: int = 0  # process ID; 0: not started
-    heartbeats: int = 0  # count of the watchdog in this rank's process, if it has one
+    watchdog_polls: int = 0  # count of the watchdog in this rank's process, if it has one
     is_record_requested: bool = False  # a watchdog detected a hang and requests the collectives
 
 
@@ -77,7 +77,7 @@ class RankStatusPage:
         self._page.waits = begins
         self._page.count += 1
 
-    def heartbeat(self) -> None:
+    def count_watchdog_poll(self) -> None:
         self._page.heartbeats += 1
 
     def answer_request(self) -> bool:

@@ -164,7 +164,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
     opened, state = _open(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.resolve_auto import resolve_auto_of_run
-    from fsdpctl.launch.prepare_run import check_dry_run, check_fits, is_finished
+    from fsdpctl.launch.prepare_run import check_dry_run, check_fits, report_if_finished
     from fsdpctl.launch.run_summary import describe_run
 
     estimator = Estimator()
@@ -175,7 +175,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
     _show_samples(opened)
     _check_large_token_files(opened)
     check_fits(estimate, estimator, say)
-    if is_finished(state, say):
+    if report_if_finished(state, say):
         return
     unverified = check_dry_run(opened, state)
     verdict, launch = "it would run", plan.config.launch
@@ -183,7 +183,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
         verdict += f" within a job of launch={launch.name}"
     elif launch.nnodes > 1:
         verdict += " on each node, with its launch.node_rank and the same launch.rdzv_endpoint"
-    say(f"{verdict}; {unverified}nothing was trained")
+    say("; ".join(filter(None, (verdict, unverified, "nothing was trained"))))
 
 
 def _show_samples(opened: "Prepared") -> None:
@@ -258,7 +258,7 @@ def _next_commands(run_dir: Path) -> str:
 
 def _show_failure(cause: Failure | None, run_dir: Path, outcome: RoundOutcome) -> None:
     record_cause(run_dir, outcome.reason)
-    if cause is not None and not outcome.lost_nodes and not outcome.hang:
+    if cause is not None and not outcome.unreachable_text and not outcome.hang:
         title = f"rank {cause.rank} on {cause.host} failed"
         if cause.timed_out_waiting:
             title = "ranks timed out waiting for others"
@@ -267,9 +267,9 @@ def _show_failure(cause: Failure | None, run_dir: Path, outcome: RoundOutcome) -
         lines += _failure_details(cause, run_dir)
         show_panel(title, [f"cause  {cause.description}", *lines])
         return
-    title, reason = "ranks hang" if outcome.hang else outcome.stopped_ranks, outcome.reason
-    if outcome.lost_nodes:
-        title = f"{outcome.lost_nodes}; {outcome.stopped_ranks}"
+    title, reason = "ranks hang" if outcome.hang else outcome.stopped_text, outcome.reason
+    if outcome.unreachable_text:
+        title = f"{outcome.unreachable_text}; {outcome.stopped_text}"
         reason = outcome.hang or "a launcher was killed, or a host is down or disconnected"
     logs = f"{run_dir / LOGS}/rank-*.log (stack of each rank)"
     show_panel(title, [f"cause  {reason}", f"hint   {RESUME_HINT}", f"log    {logs}"])
@@ -279,7 +279,7 @@ def _failure_details(cause: Failure, run_dir: Path) -> list[str]:
     log, lines = run_dir / LOGS / f"rank-{cause.rank:05d}.log", []
     if cause.was_killed and log.is_file():  # otherwise, the panel shows the rank's message
         lines += ["", *log.read_text(errors="replace").splitlines()[-_LAST_LINES:], ""]
-    lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
+    lacked_memory = cause.oom_killed or "out of memory" in cause.message.lower()
     if cause.exit_code == -signal.SIGKILL or lacked_memory:
         lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]
     log = log if log.is_file() else run_dir / LOG
@@ -314,7 +314,7 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
 
 
 def _hint(cause: Failure) -> str:
-    if cause.out_of_memory:
+    if cause.oom_killed:
         return f"use fewer ranks per node, or a smaller micro-batch; {RESUME_HINT}"
     if cause.exit_code == -signal.SIGKILL:
         fewer_ranks = "use fewer ranks per node, or a smaller micro-batch"

@@ -1,7 +1,6 @@
 """Network addresses, and the launchers' stores, which listen on one address and have a time limit.
 
-Note: torch's own rendezvous listens on all interfaces, and its c10d backend unpickles the store's
-contents.
+Note: torch's own rendezvous listens on all interfaces, and its c10d backend unpickles messages.
 """
 
 import socket
@@ -20,14 +19,15 @@ from fsdpctl.io.files import silenced_stderr
 from fsdpctl.resolve.launchers import endpoint_of, host_and_port
 
 LOOPBACK = "127.0.0.1"
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)  # indexed by _is_ipv6()
 _STORE_TIMEOUT = timedelta(seconds=60)
-_RETRY_SECONDS = 0.5  # seconds
-_ANSWER_SECONDS = 30.0  # a server that runs answers at once
-_BACKOFF_SECONDS = 4.0  # between the last attempts of torch's client
+_RETRY_SECONDS = 0.5
+_ANSWER_SECONDS = 30.0  # limit for the first answer; a healthy server needs milliseconds
+_BACKOFF_SECONDS = 4.0  # time by which torch's client may exceed its timeout
+_ANY_PORT = 9  # connect() of a UDP socket sends nothing
 
 
-def _addresses() -> dict[str, list[str]]:
+def _addresses_by_interface() -> dict[str, list[str]]:
     """Return the addresses of each interface, with its link-local addresses last."""
     return {
         name: sorted(
@@ -43,7 +43,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    interfaces = _addresses().items()
+    interfaces = _addresses_by_interface().items()
     return next((name for name, addresses in interfaces if address in addresses), None)
 
 
@@ -53,7 +53,7 @@ def loopback() -> str:
 
 
 def resolve_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
-    """Return the address and the port of `host:port`; other nodes reach it if `for_others`.
+    """Resolve `host:port`; if `for_others`, to an address that other nodes can reach.
 
     If a name has addresses of both families, return the IPv4 address, unless this machine has only
     IPv6. UsageError if `endpoint` does not have this form, or the host is unknown.
@@ -65,19 +65,23 @@ def resolve_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
         resolved = [_format_address(info[4]) for info in infos]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{location}: {host}: {getattr(error, 'strerror', error)}") from None
-    all_addresses = (ip_address(x) for addresses in _addresses().values() for x in addresses)
-    local = [str(each) for each in all_addresses if not (each.is_loopback or each.is_link_local)]
-    only_ipv6 = bool(local) and all(map(_is_ipv6, local))
+    all_addresses = (
+        ip_address(x) for addresses in _addresses_by_interface().values() for x in addresses
+    )
+    reachable = [
+        str(each) for each in all_addresses if not (each.is_loopback or each.is_link_local)
+    ]
+    only_ipv6 = bool(reachable) and all(map(_is_ipv6, reachable))
+    # False sorts first: the family that this machine has.
     address = min(resolved, key=lambda each: _is_ipv6(each) != only_ipv6)
     if for_others and ip_address(address).is_loopback and host not in (address, "localhost"):
         # Debian, for example, maps a host's own name to 127.0.1.1.
-        local = [each for each in local if _is_ipv6(each) == _is_ipv6(address)] or local
-        if len(local) > 1:
-            expected = f"expected an address that other nodes reach: {', '.join(sorted(local))}"
-            raise UsageError(
-                f"{location}: {host} is a loopback address of this machine; {expected}"
-            )
-        address = next(iter(local), address)
+        family = [each for each in reachable if _is_ipv6(each) == _is_ipv6(address)]
+        choices = family or reachable
+        if len(choices) > 1:
+            expected = f"expected an address that other nodes reach: {', '.join(sorted(choices))}"
+            raise UsageError(f"{location}: {host} resolves to a loopback address; {expected}")
+        address = choices[0] if choices else address
     return address, port
 
 
@@ -98,24 +102,24 @@ def local_address(towards: str, interface: str | None) -> tuple[str, str]:
     does not exist, or there is no route.
     """
     if interface is not None:
-        family = _is_ipv6(towards)
-        addresses = {
-            name: [each for each in of_interface if _is_ipv6(each) == family]
-            for name, of_interface in _addresses().items()
+        is_ipv6 = _is_ipv6(towards)
+        candidates = {
+            name: [each for each in addresses if _is_ipv6(each) == is_ipv6]
+            for name, addresses in _addresses_by_interface().items()
         }
-        if not addresses.get(interface):
-            interfaces = ", ".join(sorted(filter(addresses.get, addresses)))
+        if not candidates.get(interface):
+            interfaces = ", ".join(sorted(filter(candidates.get, candidates)))
             raise UsageError(
-                f"launch.interface={interface}: no {'IPv6' if family else 'IPv4'} address found; "
+                f"launch.interface={interface}: no {'IPv6' if is_ipv6 else 'IPv4'} address found; "
                 f"expected one of {interfaces}"
             )
-        return addresses[interface][0], interface
+        return candidates[interface][0], interface
     with socket.socket(_FAMILIES[_is_ipv6(towards)], socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(_socket_address(towards, 9))
+            probe.connect(_socket_address(towards, _ANY_PORT))
         except OSError as error:
-            problem = f"no route to {towards}: {error.strerror}"
-            raise UsageError(f"launch.rdzv_endpoint: {problem}") from None
+            problem = f"launch.rdzv_endpoint: no route to {towards}: {error.strerror}"
+            raise UsageError(problem) from None
         address = _format_address(probe.getsockname())
     name = interface_of(address)
     if name is None:
@@ -125,56 +129,53 @@ def local_address(towards: str, interface: str | None) -> tuple[str, str]:
 
 def create_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     """Start a store's server on `address` only; return it with its port. Port 0: any free port."""
-    location = f"launch.rdzv_endpoint={endpoint_of(address, port)}: node 0 cannot listen"
+    problem = f"launch.rdzv_endpoint={endpoint_of(address, port)}: node 0 cannot listen"
     if not port:
-        location = f"{address}: no free port (net.ipv4.ip_local_port_range)"
+        problem = f"{address}: no free port (net.ipv4.ip_local_port_range)"
     listening = socket.socket(_FAMILIES[_is_ipv6(address)], socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(_socket_address(address, port))
         listening.listen()
         port = int(listening.getsockname()[1])
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
         with silenced_stderr():
-            file = listening.detach()
             store = TCPStore(
-                address, port, timeout=_STORE_TIMEOUT, master_listen_fd=file, **options
-            )
-    except (OSError, RuntimeError) as error:  # RuntimeError: no port for torch's own client
+                address, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT,
+                master_listen_fd=listening.detach(),  # TCPStore owns and closes it
+            )  # fmt: skip
+    except (OSError, RuntimeError) as error:  # RuntimeError: TCPStore's client found no free port
         listening.close()
-        raise UsageError(f"{location}: {getattr(error, 'strerror', 'cannot connect')}") from None
+        raise UsageError(f"{problem}: {getattr(error, 'strerror', 'cannot connect')}") from None
     return store, port
 
 
-def open_store(address: str, port: int, patience: float, *, hosts_store: bool) -> TCPStore:
+def open_store(address: str, port: int, timeout: float, *, hosts_store: bool) -> TCPStore:
     """Return the store at an address, as its server or as a client; UsageError if unreachable."""
-    return create_store(address, port)[0] if hosts_store else connect_store(address, port, patience)
+    return create_store(address, port)[0] if hosts_store else connect_store(address, port, timeout)
 
 
-def connect_store(address: str, port: int, patience: float) -> TCPStore:
+def connect_store(address: str, port: int, timeout: float) -> TCPStore:
     """Return a client of the store at an address, as soon as its server listens.
 
     torch's own client prints a C++ stack if nothing listens, and it waits forever for a server that
     accepts connections and does not answer. UsageError if no store answers in time.
     """
-    location, deadline = endpoint_of(address, port), time.monotonic() + patience
-    limit = f"within {patience:g} s (launch.timeout)"
-    while cause := _connection_error(
-        address, port, max(_RETRY_SECONDS, deadline - time.monotonic())
-    ):
+    location, deadline = endpoint_of(address, port), time.monotonic() + timeout
+    limit = f"within {timeout:g} s (launch.timeout)"
+    while cause := _connection_error(address, port, deadline):
         if time.monotonic() + _RETRY_SECONDS > deadline:
             problem = f"{cause}; start the command with launch.node_rank=0 on that host"
             raise UsageError(f"{location}: node 0 not reachable {limit}: {problem}")
         time.sleep(_RETRY_SECONDS)
     # If another program answers, torch prints a C++ stack for each attempt until its own timeout. A
-    # call that returned while the process exits would abort it: its timeout is short.
+    # TCPStore() that returns during interpreter exit aborts the process, so `seconds` is short.
     seconds = min(max(_RETRY_SECONDS, deadline - time.monotonic()), _ANSWER_SECONDS)
     client = Future[TCPStore]()
 
     def connect() -> None:
         try:
-            limit = timedelta(seconds=seconds)
-            client.set_result(TCPStore(address, port, is_master=False, timeout=limit))
+            client_timeout = timedelta(seconds=seconds)
+            client.set_result(TCPStore(address, port, is_master=False, timeout=client_timeout))
         except RuntimeError as error:
             client.set_exception(error)
 
@@ -182,7 +183,8 @@ def connect_store(address: str, port: int, patience: float) -> TCPStore:
     try:
         with silenced_stderr():
             store = client.result(seconds + _BACKOFF_SECONDS)
-        store.set_timeout(timedelta(seconds=patience + 2 * _ANSWER_SECONDS))
+        # Blocking calls wait for ranks that may start `timeout` seconds later.
+        store.set_timeout(timedelta(seconds=timeout + 2 * _ANSWER_SECONDS))
         return store
     except (TimeoutError, RuntimeError):
         raise UsageError(
@@ -191,7 +193,9 @@ def connect_store(address: str, port: int, patience: float) -> TCPStore:
         ) from None
 
 
-def _connection_error(address: str, port: int, seconds: float) -> str:
+def _connection_error(address: str, port: int, deadline: float) -> str:
+    """Return why a connection fails, or an empty string."""
+    seconds = max(_RETRY_SECONDS, deadline - time.monotonic())
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError as error:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 # States of a process, in addition to the kernel's letters.
 EXITED, UNKNOWN = "", "?"
-_BLOCKED = {EXITED: ", has exited", "T": ", stopped by a signal", "D": ", blocked in a device"}
+_PROCESS_PROBLEMS = {  # in the order of blame
+    EXITED: ", has exited", "T": ", stopped by a signal", "D": ", blocked in a device"
+}  # fmt: skip
 _MOST_NAMED = 4  # ranks that a report names
 
 
@@ -17,7 +19,7 @@ class RankState:
     rank: int
     host: str
     process_state: str  # the kernel's letter, EXITED or UNKNOWN
-    seconds: float  # time since the rank's last heartbeat
+    silent_seconds: float  # without progress
     step: int | None
     phase: str
     is_waiting: bool  # whether it waits for other ranks
@@ -28,32 +30,31 @@ class RankState:
     is_responsive: bool = True
 
     @property
-    def when(self) -> str:
+    def step_text(self) -> str:
         return "before its first step" if self.step is None else f"step {self.step}"
 
     def __str__(self) -> str:
         waits = ", waits for other ranks" if self.is_waiting else ""
         pending = f" in {self.pending}" if self.pending else ""
-        last = "last seen " if self.process_state == UNKNOWN and not self.is_responsive else ""
-        blocked = _BLOCKED.get(
-            self.process_state, "" if self.is_responsive else ", does not answer"
-        )
+        problem = "" if self.is_responsive else ", does not answer"
+        problem = _PROCESS_PROBLEMS.get(self.process_state, problem)
+        # The host of such a rank does not respond.
+        prefix = "last seen " if self.process_state == UNKNOWN and not self.is_responsive else ""
         return (
-            f"rank {self.rank} on {self.host}: {last}{self.when}, {self.phase or 'starting'}"
-            f"{waits}{pending}{blocked}, for {self.seconds:.0f} s"
+            f"rank {self.rank} on {self.host}: {prefix}{self.step_text}, "
+            f"{self.phase or 'starting'}{waits}{pending}{problem}, for {self.silent_seconds:.0f} s"
         )
 
 
 def blamed_ranks(states: Sequence[RankState]) -> list[int]:
     """Return the ranks that the other ranks wait for, or an empty list if they are unknown.
 
-    Ranks that have exited come first, then stopped ranks, ranks blocked in a device, ranks that
-    neither answer nor wait, ranks that started fewer collectives than their process group, and
-    ranks that do not wait while other ranks do.
+    Returns the first group that has ranks: exited, stopped, blocked in a device, neither answering
+    nor waiting, behind in the collectives of a process group, not waiting while others wait.
     """
     # If no rank waits, the ranks that have exited may be finished.
     some_wait = any(each.is_waiting for each in states)
-    for letter in _BLOCKED:
+    for letter in _PROCESS_PROBLEMS:
         ranks = [each.rank for each in states if each.process_state == letter]
         if ranks and (some_wait or letter != EXITED):
             return ranks
@@ -62,11 +63,8 @@ def blamed_ranks(states: Sequence[RankState]) -> list[int]:
         return unresponsive
     behind = Counter[int]()
     for group in {name for each in states for name in each.started_collectives}:
-        counts = {
-            each.rank: each.started_collectives[group]
-            for each in states
-            if group in each.started_collectives
-        }
+        started = ((each.rank, each.started_collectives.get(group)) for each in states)
+        counts = {rank: count for rank, count in started if count is not None}
         lowest, highest = min(counts.values()), max(counts.values())
         behind.update(rank for rank, count in counts.items() if count == lowest < highest)
     if behind:
@@ -75,10 +73,12 @@ def blamed_ranks(states: Sequence[RankState]) -> list[int]:
     return busy if len(busy) < len(states) else []
 
 
-def describe_hang(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
-    """Describe in one line which ranks had no heartbeat for `limit` seconds, and in which phase.
+def describe_hang(
+    states: Sequence[RankState], limit: float, *, before_first_step: bool = False
+) -> str:
+    """Describe in one line which ranks made no progress for `limit` seconds, and in which phase.
 
-    If `is_usual`, the limit is launch.hang_timeout; before the first step, it may be longer.
+    With `before_first_step`, `limit` is longer than launch.hang_timeout.
     """
     blamed = blamed_ranks(states)
     shown = [each for each in states if each.rank in blamed] or list(states)
@@ -86,11 +86,12 @@ def describe_hang(states: Sequence[RankState], limit: float, *, is_usual: bool =
     more = f"; and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
     if others := [each for each in states if blamed and each.rank not in blamed]:
         example = min(others, key=lambda each: not each.pending)
-        who = f"rank {example.rank} waits for it"
+        waiting = f"rank {example.rank} waits"
         if len(others) > 1:
-            who = f"{len(others)} ranks wait for it, rank {example.rank}"
-        more += f"; {who} in {example.pending or example.phase or 'starting'}, {example.when}"
-    setting = (
-        f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
-    )
-    return f"no progress for more than {setting}: {named}{more}"
+            waiting = f"{len(others)} ranks wait, rank {example.rank}"
+        more += f"; {waiting} in {example.pending or example.phase or 'starting'}"
+        more += f", {example.step_text}"
+    limit_text = f"launch.hang_timeout={limit:g} s"
+    if before_first_step:
+        limit_text = f"{limit:g} s before its first step"
+    return f"no progress for more than {limit_text}: {named}{more}"

@@ -27,25 +27,25 @@ from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import HANDSHAKE
 
 _POLL_SECONDS = 0.1
-# Keys of the store. Those of other members end with `/INDEX`.
-_INVITATION, _READY, _START, _STARTED = "invitation", "ready", "start", "started"
+# Keys of the store; READY, RECEIVED and JOINED are followed by `/INDEX`.
+_INVITATION, _READY, _DECISION, _RECEIVED = "invitation", "ready", "decision", "received"
 _JOINED, _WITHDRAWN = "joined", "withdrawn"
 
-UNREACHABLE = (FsdpctlError, RuntimeError)  # errors if the other launchers do not respond
+EXCHANGE_ERRORS = (FsdpctlError, RuntimeError)  # the other launchers do not respond
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The message of node 0 to the other nodes."""
+    """The message of member 0 to the other members."""
 
     run_dir: str = ""
     token: str = ""  # contents of the file HANDSHAKE in the run directory
-    versions: str = ""  # versions of fsdpctl, torch, transformers and Python
-    code: str = ""  # digest of fsdpctl's source
+    software: str = ""  # versions of fsdpctl, torch, transformers and Python
+    source_digest: str = ""  # digest of fsdpctl's source
     nproc_per_node: int = 0
     refusal: str = ""  # why the run does not start
-    members: int = 0  # number of nodes or ranks
+    count: int = 0  # number of nodes or ranks
     is_finished: bool = False  # the run is finished, with nothing left to do
 
 
@@ -66,28 +66,25 @@ class Handshake:
 
         Only member 0 calls this. UsageError if a member cannot take part; then no member starts.
         """
-        token = run_dir / HANDSHAKE
+        token_file = run_dir / HANDSHAKE
         invitation = Invitation(
             str(run_dir.absolute()), secrets.token_hex(16), _software(), source_digest(),
-            nproc_per_node, members=self.count,
+            nproc_per_node, count=self.count,
         )  # fmt: skip
-        with os_errors_as(token):
-            files.write_atomic(token, invitation.token)
+        with os_errors_as(token_file):
+            files.write_atomic(token_file, invitation.token)
         self._send(_INVITATION, invitation)
         self._has_invited = True
         answers = [self._receive(key, str) for key in self._other_keys(_READY)]
         refusals = "; ".join(filter(None, answers))
-        self._send(_START, refusals)
-        token.unlink(missing_ok=True)
+        self._send(_DECISION, refusals)
+        token_file.unlink(missing_ok=True)
         if refusals:
-            self._wait_for_others(_STARTED)
+            self._wait_for_others(_RECEIVED)
             raise UsageError(refusals)
 
     def cancel(self, reason: str, *, is_finished: bool = False) -> None:
-        """Tell the other members that nothing starts, unless they were invited.
-
-        Only member 0 calls this.
-        """
+        """Tell the other members that nothing starts, unless invited. Only member 0 calls this."""
         if self._has_invited:
             return
         self._send(_INVITATION, Invitation(refusal=reason, is_finished=is_finished))
@@ -105,28 +102,26 @@ class Handshake:
             if not invitation.is_finished:
                 raise UsageError(f"{self.noun} 0: {invitation.refusal}")
             return invitation
-        refusal = check(invitation) or _check_directory(invitation)
-        if invitation.members != self.count:
-            refusal = (
-                f"started as one of {self.count} {self.noun}s, but {self.noun} 0 expects "
-                f"{invitation.members}"
-            )
+        refusal = check(invitation) or _check_directory(invitation, self.noun)
+        if invitation.count != self.count:
+            refusal = f"started as one of {self.count} {self.noun}s, but {self.noun} 0 expects "
+            refusal += str(invitation.count)
         location = f"{self.noun} {self.index} ({socket.gethostname()})"
         self._send(f"{_READY}/{self.index}", f"{location}: {refusal}" if refusal else "")
-        refusals = self._receive(_START, str)
-        self._send(f"{_STARTED}/{self.index}", "")
+        refusals = self._receive(_DECISION, str)
+        self._send(f"{_RECEIVED}/{self.index}", "")
         if refusals:
             raise UsageError(refusals)
         return invitation
 
     def withdraw(self, reason: str) -> None:
         """Tell the other members, before they start, that this member does not take part."""
-        with suppress(*UNREACHABLE):
+        with suppress(*EXCHANGE_ERRORS):
             self._send(_WITHDRAWN, f"{self.noun} {self.index}: {reason}")
 
     def _wait_for_others(self, answer: str) -> None:
-        """Wait a moment for the other members, because the store exits with member 0."""
-        with suppress(*UNREACHABLE):
+        """Let the other members read before this process, which serves the store, exits."""
+        with suppress(*EXCHANGE_ERRORS):
             self._store.wait(self._other_keys(answer), timedelta(seconds=2))
 
     def _other_keys(self, key: str) -> list[str]:
@@ -143,11 +138,9 @@ class Handshake:
                 if self._store.check([_WITHDRAWN]):
                     raise UsageError(decode(self._store.get(_WITHDRAWN), str))
                 if time.monotonic() > deadline:
-                    limit = f"{self._timeout:g} s (launch.timeout)"
-                    raise UsageError(
-                        f"{sender} did not answer within {limit}; check that it was started and "
-                        "is reachable"
-                    )
+                    limit = f"within {self._timeout:g} s (launch.timeout)"
+                    hint = "check that it was started and is reachable"
+                    raise UsageError(f"{sender} did not answer {limit}; {hint}")
                 time.sleep(_POLL_SECONDS)
             return decode(self._store.get(key), kind)
         except RuntimeError:
@@ -166,27 +159,25 @@ def decode(text: bytes, kind: type[T]) -> T:
         raise FsdpctlError(f"message of another launcher: corrupted: {error}") from None
 
 
-def _check_directory(invitation: Invitation) -> str:
+def _check_directory(invitation: Invitation, noun: str) -> str:
     with suppress(UsageError):
         if read_text_file(Path(invitation.run_dir) / HANDSHAKE) == invitation.token:
             return ""
     return (
-        f"train.run_dir={invitation.run_dir}: files of node 0 not found; all nodes need the same "
-        "directory, on a file system that they share"
+        f"train.run_dir={invitation.run_dir}: files of {noun} 0 not found; all nodes need the "
+        "same directory, on a file system that they share"
     )
 
 
-def difference(invitation: Invitation, launch: LaunchConfig) -> str:
-    """Return how this node's program or launch differs from node 0's, or an empty string."""
-    if _software() != invitation.versions:
-        return f"{_software()} differs from {invitation.versions} on node 0"
-    if source_digest() != invitation.code:
-        return "fsdpctl's source differs from node 0's; install the same version on all nodes"
-    if launch.nproc_per_node != invitation.nproc_per_node:
-        return (
-            f"launch.nproc_per_node={launch.nproc_per_node}: expected "
-            f"{invitation.nproc_per_node}, as on node 0"
-        )
+def describe_difference(invitation: Invitation, launch: LaunchConfig, noun: str) -> str:
+    """Return how this member's program or `launch` differs from member 0's, or an empty string."""
+    if _software() != invitation.software:
+        return f"{_software()} differs from {invitation.software} on {noun} 0"
+    if source_digest() != invitation.source_digest:
+        return f"fsdpctl's source differs from {noun} 0's; install the same source on all nodes"
+    ranks, expected = launch.nproc_per_node, invitation.nproc_per_node
+    if ranks != expected:
+        return f"launch.nproc_per_node={ranks}: expected {expected}, as on {noun} 0"
     return ""
 
 

@@ -25,6 +25,7 @@ _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _MACHINE_COUNTERS = Path("/proc/vmstat")
 _COMPILER_ERROR = re.compile("_inductor|'inductor'|_dynamo|DYNAMO|Inductor|Dynamo|CppCompileError")
+# Lines of compiler output that state the error, and those that only repeat that there was one.
 _NAMES_ERROR = re.compile("error|exception|cannot|killed|undefined|no space", re.IGNORECASE)
 _UNSPECIFIC = re.compile("^collect2:|raised:$")
 COMPILE_FAILED = "torch.compile failed"
@@ -39,7 +40,7 @@ class Failure:
     exit_code: int  # negative: the signal that killed it
     message: str  # empty if the worker reported no error
     timestamp: int  # when the error or the exit was noticed; seconds since the epoch
-    out_of_memory: bool = False  # killed by the kernel's out-of-memory killer
+    oom_killed: bool = False  # killed by the kernel's out-of-memory killer
 
     @property
     def was_killed(self) -> bool:
@@ -54,7 +55,7 @@ class Failure:
     @property
     def description(self) -> str:
         if self.was_killed:
-            if self.out_of_memory:
+            if self.oom_killed:
                 return "killed by the kernel: this machine or its memory limit is out of memory"
             name = signal.Signals(-self.exit_code).name
             return f"killed by signal {-self.exit_code} ({name})"
@@ -84,13 +85,12 @@ class NodeOutcome:
     stop_signal: int | None = None  # received by the launcher
     stopped_early: bool = False  # before workers were started
     hang: str = ""  # the hung ranks, in one line
-    # When the first worker was missing, in seconds since the epoch.
-    failed_at: float | None = None
-    were_killed: bool = False  # only because workers of another node had failed
+    failed_at: float | None = None  # when the first worker exited early; seconds since the epoch
+    killed_for_other_node: bool = False  # workers were killed only because another node failed
 
     @property
     def has_failed(self) -> bool:
-        """Whether other nodes must stop; workers that saved after a request exit anyway."""
+        """Whether other nodes must stop: not if workers only saved after a stop request."""
         return self.stopped_early or any(x.exit_code != ExitCode.STOPPED for x in self.failures)
 
 
@@ -104,9 +104,8 @@ class RoundOutcome:
     stopped_early: bool = False  # before workers were started
     unreachable_nodes: Mapping[int, str] = field(default_factory=dict)  # their hosts, by node
     hang: str = ""  # the hung ranks, in one line
-    failed_at: float | None = None  # seconds since the epoch; by this launcher's clock
-    # Whether this launcher's workers were killed because workers of another node had failed.
-    were_killed: bool = False
+    failed_at: float | None = None  # according to this launcher's clock
+    killed_for_other_node: bool = False  # this launcher's workers
 
     @classmethod
     def combine(
@@ -115,7 +114,7 @@ class RoundOutcome:
         node: int,
         unreachable: Mapping[int, str] | None = None,
     ) -> "RoundOutcome":
-        """Combine the outcomes of the launchers of all nodes; this launcher's node is `node`."""
+        """Combine the outcomes of the launchers of all nodes; `node` is this launcher's."""
         local, all_outcomes = outcomes[node], outcomes.values()
         return cls(
             tuple(failure for index in sorted(outcomes) for failure in outcomes[index].failures),
@@ -125,35 +124,33 @@ class RoundOutcome:
             unreachable_nodes=unreachable or {},
             hang=next((each.hang for each in all_outcomes if each.hang), ""),
             failed_at=local.failed_at,
-            were_killed=local.were_killed,
+            killed_for_other_node=local.killed_for_other_node,
         )
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.failures or self.hang or self.were_killed)
+        return bool(self.failures or self.hang or self.killed_for_other_node)
 
     @property
     def reason(self) -> str:
-        if self.lost_nodes or self.hang or self.cause is None:
-            return self.lost_nodes or self.hang or "another node has failed"
+        if self.unreachable_text or self.hang or self.cause is None:
+            return self.unreachable_text or self.hang or "another node has failed"
         return f"rank {self.cause.rank} on {self.cause.host}: {self.cause.description}"
 
     @property
-    def lost_nodes(self) -> str:
+    def unreachable_text(self) -> str:
         """The nodes that are unreachable, unless a rank of another node failed by itself."""
         cause = None if self.hang else self.cause
         if not self.unreachable_nodes:
             return ""
         if cause and not (cause.timed_out_waiting or _BROKEN_CONNECTION.search(cause.message)):
             return ""
-        nodes = ", ".join(
-            f"{n} on {host}" if host else str(n) for n, host in self.unreachable_nodes.items()
-        )
-        is_one = len(self.unreachable_nodes) == 1
-        return f"node {nodes} is unreachable" if is_one else f"nodes {nodes} are unreachable"
+        nodes = self.unreachable_nodes.items()
+        text = ", ".join(f"{node} on {host}" if host else str(node) for node, host in nodes)
+        return f"node {text} is unreachable" if len(nodes) == 1 else f"nodes {text} are unreachable"
 
     @property
-    def stopped_ranks(self) -> str:
+    def stopped_text(self) -> str:
         ranks = [str(each.rank) for each in self.failures]
         named = f"rank{'s' * (len(ranks) > 1)} {shorten_list(ranks)}"
         return f"{named if ranks else 'the ranks of this node'} stopped"
@@ -169,8 +166,8 @@ class RoundOutcome:
     def cause(self) -> Failure | None:
         """The failure that caused the other failures.
 
-        A killed worker breaks the connections of all other workers. After a while, the agent kills
-        the remaining workers.
+        Of the failures that come soon after the first of their host, prefers a killed worker, then
+        a message other than a broken connection. SIGTERM comes from the agent and does not count.
         """
         limits = dict[str, int]()  # separate by host, because the clocks of hosts may differ
         for each in self.failures:
@@ -193,14 +190,13 @@ def to_failure(rank: int, process_failure: Any, *, oom_killed: bool = False) -> 
         message = message.get("message", "")
     # torch prefixes the exception's class.
     text = re.sub(r"^\w+(Error|Exception): ", "", str(message))
+    code, timestamp = process_failure.exitcode, int(process_failure.timestamp)
     if _ENDED_BY_SIGNAL.fullmatch(text):
         text = ""
-    if text.startswith("To enable traceback"):
-        text = f"exit code {process_failure.exitcode}, without an error message"
-    code = process_failure.exitcode
-    timestamp = int(process_failure.timestamp)
-    out_of_memory = oom_killed and code == -signal.SIGKILL
-    return Failure(rank, socket.gethostname(), code, text, timestamp, out_of_memory)
+    if text.startswith("To enable traceback"):  # the worker wrote no error file
+        text = f"exit code {code}, without an error message"
+    is_oom = oom_killed and code == -signal.SIGKILL
+    return Failure(rank, socket.gethostname(), code, text, timestamp, is_oom)
 
 
 def count_oom_kills(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:

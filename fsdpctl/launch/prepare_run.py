@@ -1,6 +1,5 @@
 """Preparation of a run: its lock, the values of `auto`, and the files that workers read."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +35,7 @@ _MOST_VERIFIED = 16 << 30  # bytes of a checkpoint that a dry run verifies
 
 @dataclass(slots=True)
 class PreparedRun:
-    """A run whose directory is locked and prepared.
-
-    The object exists until the run ends, so it holds no data.
-    """
+    """A locked and prepared run; it lives until the run ends, so it does not hold the data."""
 
     run_dir: Path
     lock: RunLock
@@ -69,8 +65,9 @@ def prepare_run(
     """
     opened = prepare(composed, role, task=task, resume=resume)
     state = inspect_run_dir(opened.config, resume)
+    # A finished run may have checkpoints left to upload, which needs the lock.
     may_upload = state.source is None and remote_checkpoints_of(state.config) is not None
-    if not may_upload and is_finished(state, reporter.result):
+    if not may_upload and report_if_finished(state, reporter.result):
         return None
     waiting = f"waiting for the workers of the last start of {state.run_dir}"
     with locked_unless_error(state.run_dir, lambda: reporter.result(waiting)) as lock:
@@ -78,7 +75,7 @@ def prepare_run(
         state = inspect_run_dir(opened.config, resume, state.run_dir)
         if state.start_kind is StartKind.FINISHED:
             _upload_remaining(state)
-        if is_finished(state, reporter.result):
+        if report_if_finished(state, reporter.result):
             lock.release()
             return None
         assets = check_start(opened, state)
@@ -112,21 +109,22 @@ def check_start(opened: Prepared, state: RunDirState) -> dict[str, bytes]:
 
 
 def check_dry_run(opened: Prepared, state: RunDirState) -> str:
-    """Check what a start and its ranks check before the first step; return a note on omissions."""
+    """Run the checks of a start and of its ranks; return how to verify what they left out."""
     check_start(opened, state)
     check_not_running(state.run_dir)
     newest = newest_checkpoint(state.run_dir / CHECKPOINTS) if state.source is None else None
     reader = state.source if newest is None else CheckpointReader(newest)
     if reader is not None and reader.num_bytes > _MOST_VERIFIED:
-        return f"`fsdpctl verify-checkpoint {reader}` verifies the state; "
+        return f"`fsdpctl verify-checkpoint {reader}` verifies the state"
     if reader is not None:
         with doing(f"verifying {reader}"):
-            deque(reader.verify(), 0)
-            open_with_base(reader, Collectives())
+            for _ in reader.verify():
+                pass
+            open_with_base(reader, Collectives())  # the checks of a rank, as the only rank
     return ""
 
 
-def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
+def report_if_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
     """Return whether the run is finished, and print how to continue it."""
     if state.start_kind is not StartKind.FINISHED:
         return False
@@ -144,7 +142,7 @@ def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
 
 def _upload_remaining(state: RunDirState) -> None:
     remote = remote_checkpoints_of(state.config)
-    if remote is None or state.source is not None:  # the store has newer checkpoints
+    if remote is None or state.source is not None:  # the object store has newer ones
         return
     for folder in complete_checkpoints(state.run_dir / CHECKPOINTS):
         with doing(f"uploading {folder}"):
@@ -153,7 +151,7 @@ def _upload_remaining(state: RunDirState) -> None:
 
 
 def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:
-    """Print changes that make a run fit if it does not; DoesNotFitError if a run must fit."""
+    """If a run does not fit, print changes that make it fit; DoesNotFitError if it must fit."""
     if not (shortages := estimate.shortages):
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")

@@ -1,4 +1,4 @@
-"""Train on this node, together with the launchers of other nodes, or as one rank of many.
+"""The three roles of this process: the launcher of one node, one of many launchers, or a rank.
 
 Imports torch only inside functions: a rank sets torch's environment variables first.
 """
@@ -16,6 +16,7 @@ from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Reporter, doing
 from fsdpctl.io.resources import has_cpu_affinity
 from fsdpctl.resolve.launchers import LauncherRank, LaunchRole, endpoint_of, role_of, role_of_script
+from fsdpctl.training.worker import STARTED
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
     Prepare = Callable[[], PreparedRun | None]  # None: the run is finished
 
-_STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
-_trained_tasks: "list[ScriptTask]" = []  # the task that this process has trained, if any
+_trained_tasks: "list[ScriptTask]" = []  # at most one: train_task() is called once per process
 
 
 def train_on_node(
@@ -39,7 +39,7 @@ def train_on_node(
 
     Returns the outcome and the run directory, or None if the run is finished already.
     """
-    os.environ.setdefault(_STARTED, str(time.time()))
+    os.environ.setdefault(STARTED, str(time.time()))
     config = composed.config
     if config.origins.get("cluster") is Origin.RECIPE and config.launch.name == "local":
         # The recipe's number of ranks must not decide the role of this process.
@@ -76,14 +76,14 @@ def train_task(
         raise UsageError("fsdpctl.train: this process has called it before; start another process")
     _trained_tasks.append(task)
     environment = dict(os.environ)
-    os.environ[_STARTED] = str(time.time())
+    os.environ[STARTED] = str(time.time())
     role = role_of_script(composed.config.launch)
     assert role.rank is not None
     prepare = partial(_prepare, composed, settings, "auto", reporter, role, task=task)
     prepared = _run_as_rank(composed.config, role, role.rank, prepare, reporter, task)
     from fsdpctl.launch.prepare_run import PreparedRun
 
-    if isinstance(prepared, PreparedRun):
+    if isinstance(prepared, PreparedRun):  # on rank 0
         prepared.lock.release()
         reporter.result(f"done: {prepared.run_dir}")
     os.environ.clear()  # programs that the script starts must not become ranks
@@ -91,6 +91,7 @@ def train_task(
 
 
 def _prepare(*args: Any, **kwargs: Any) -> "PreparedRun | None":
+    # A rank first sets the variables that torch reads when prepare_run imports it.
     from fsdpctl.launch.prepare_run import prepare_run
 
     return prepare_run(*args, **kwargs)
@@ -104,14 +105,13 @@ def _run_as_node(
     from fsdpctl.resolve.machine import assign_ranks
 
     launch = assign_ranks(config, role).launch
-    reporter.info(
-        f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}"
-    )
+    node_text = f"node {launch.node_rank} of {launch.nnodes}"
+    reporter.info(f"{node_text}: connecting to {launch.rdzv_endpoint}")
     with doing("connecting"):
         launcher = NodeLauncher(launch)
     try:
-        if launcher.node == 0:
-            prepared = _invite(launcher.handshake, prepare, reporter)
+        if launcher.node_rank == 0:
+            prepared = _lead(launcher.handshake, prepare, reporter)
             if prepared is None:
                 return None
             return train_with_restarts(prepared, reporter.result, launcher), prepared.run_dir
@@ -128,7 +128,8 @@ def _run_as_node(
         launcher.leave()
 
 
-def _invite(handshake: "Handshake", prepare: "Prepare", reporter: Reporter) -> "PreparedRun | None":
+def _lead(handshake: "Handshake", prepare: "Prepare", reporter: Reporter) -> "PreparedRun | None":
+    """Prepare the run, then invite the other members; return None if the run is finished."""
     try:
         prepared = prepare()
         if prepared is None:
@@ -150,13 +151,15 @@ def _invite(handshake: "Handshake", prepare: "Prepare", reporter: Reporter) -> "
 
 
 def _accept(handshake: "Handshake", launch: "LaunchConfig") -> "Invitation | None":
-    from fsdpctl.launch.handshake import difference
+    from fsdpctl.launch.handshake import describe_difference
 
     try:
-        invitation = handshake.accept(lambda received: difference(received, launch))
-    except BaseException as error:
-        if not isinstance(error, FsdpctlError):
-            handshake.withdraw("stopped before the run started")
+        noun = handshake.noun
+        invitation = handshake.accept(lambda received: describe_difference(received, launch, noun))
+    except FsdpctlError:
+        raise
+    except BaseException:
+        handshake.withdraw("stopped before the run started")
         raise
     return None if invitation.is_finished else invitation
 
@@ -176,12 +179,11 @@ def _run_as_rank(
 ) -> "PreparedRun | Invitation | None":
     """Join the other ranks in a handshake, then become the worker; this process exits with it.
 
-    Returns only to a script. Otherwise, the lock that rank 0 holds is released when the process
-    exits. Without an address of rank 0, this rank is the only one.
+    Returns only if `task` is given; else the exit of the process releases rank 0's lock. Without
+    an address of rank 0, this rank is the only one.
     """
-    variables = config.launch.rank_environment(
-        1 if has_cpu_affinity() else this_rank.local_world_size
-    )
+    per_node = this_rank.local_world_size
+    variables = config.launch.rank_environment(1 if has_cpu_affinity() else per_node)
     os.environ.update({**variables, **os.environ})  # torch reads them when it is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint
@@ -189,33 +191,34 @@ def _run_as_rank(
 
     launch = assign_ranks(config, role).launch
     rank, world_size = this_rank.rank, this_rank.world_size
-    num_nodes = world_size // this_rank.local_world_size
+    num_nodes = world_size // per_node
     address, port = loopback(), 0
     if this_rank.address:
         endpoint = endpoint_of(this_rank.address, this_rank.port)
         address, port = resolve_endpoint(endpoint, for_others=num_nodes > 1)
     hosts_store = rank == 0 and not this_rank.has_store
-    shared = open_store(address, port, launch.timeout, hosts_store=hosts_store)
+    root_store = open_store(address, port, launch.timeout, hosts_store=hosts_store)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", local_address(address, launch.interface)[1])
-    names = "rank", "world_size", "local_rank", "local_world_size"
-    os.environ.update({name.upper(): str(getattr(this_rank, name)) for name in names})
+    for name in ("rank", "world_size", "local_rank", "local_world_size"):
+        os.environ[name.upper()] = str(getattr(this_rank, name))
     from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.nodes import NodeExchange
     from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.training.worker import become_rank
 
-    store = PrefixStore(store_prefix := f"attempt-{this_rank.restarts}", shared)
+    prefix = f"attempt-{this_rank.restarts}"
+    store = PrefixStore(prefix, root_store)
     handshake = Handshake(store, rank, world_size, noun="rank", timeout=launch.timeout)
-    prepared = _invite(handshake, prepare, reporter) if rank == 0 else _accept(handshake, launch)
+    prepared = _lead(handshake, prepare, reporter) if rank == 0 else _accept(handshake, launch)
     if prepared is None:
         return None
-    # The worker redirects standard error to its log; messages still go to the terminal.
-    print_line, exchange = partial(_print_line, os.dup(2)), None
+    exchange = None
     if num_nodes > 1:
         # A second connection: a blocked call of the exchange's thread must not block `store`.
-        exchange_store = PrefixStore(store_prefix, TCPStore(address, port, is_master=False))
-        node = rank // this_rank.local_world_size
-        exchange = NodeExchange(exchange_store, node, num_nodes, launch.used_hang_timeout)
-    watch_as_rank(this_rank, launch, store, exchange, print_line)
+        exchange_store = PrefixStore(prefix, TCPStore(address, port, is_master=False))
+        lost_after = launch.used_hang_timeout
+        exchange = NodeExchange(exchange_store, rank // per_node, num_nodes, lost_after)
+    # The worker redirects descriptor 2 to its log; the copy stays open until the process exits.
+    watch_as_rank(this_rank, launch, store, exchange, partial(_print_line, os.dup(2)))
     become_rank(Path(prepared.run_dir), store, task)  # returns to a script only
     return prepared

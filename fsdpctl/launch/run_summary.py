@@ -41,7 +41,7 @@ def _count(number: float) -> str:
 def describe_run(
     opened: Prepared, plan: RunPlan, state: RunDirState, estimate: RunEstimate | None
 ) -> Iterator[str]:
-    """Yield the first lines of a run: its main settings, marked if they were not set.
+    """Yield the first lines of a run: its main settings, with (auto) or (default) if not set.
 
     A script has no `estimate`.
     """
@@ -53,8 +53,8 @@ def describe_run(
         ("length", _length(opened)),
         ("memory", _memory(estimate)),
         ("run", _run_directory(state)),
-        ("experts", "" if estimate is None else _experts(opened)),
-        ("note", "" if estimate is None else _in_float32(opened)),
+        ("experts", "" if estimate is None else _router_loss(opened)),
+        ("note", "" if estimate is None else _note_on_float32(opened)),
         ("note", note_on_tf32(opened.config)),
         ("blocks", _blocks(plan.config)),
         *(("note", text) for text in (*opened.notes, *state.notes)),
@@ -73,12 +73,12 @@ def _origin(opened: Prepared, name: str, plan: RunPlan | None = None) -> str:
 def _model(opened: Prepared) -> str:
     config, count = opened.config, sum(count_weights(opened.module).values())
     trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
-    in_part = "" if trained == count else f" ({_count(trained)} trained)"
+    details = "" if trained == count else f" ({_count(trained)} trained)"
     if config.model.is_script_module:
         name = config.model.name.removeprefix(SCRIPT_PREFIX)
-        return f"{name}, {_count(count)} parameters{in_part}, {_dtypes(opened)}"
+        return f"{name}, {_count(count)} parameters{details}, {_dtypes(opened)}"
     if (active := count_active_parameters(opened.module)) != count:
-        in_part = f" ({_count(active)} active){in_part}"
+        details = f" ({_count(active)} active){details}"
     weights = "" if config.model.path is None else ", random weights"
     if config.model.is_pretrained:
         folder = str(weights_folder(config.model))
@@ -90,7 +90,7 @@ def _model(opened: Prepared) -> str:
     family = "" if config.model.path is None else f"{model_type_of(config.model)}, "
     vocabulary = f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}"
     return (
-        f"{config.model.title}, {family}{_count(count)} parameters{in_part}, "
+        f"{config.model.title}, {family}{_count(count)} parameters{details}, "
         f"vocabulary {vocabulary}, {_dtypes(opened)}{weights}"
     )
 
@@ -103,22 +103,21 @@ def _dtypes(opened: Prepared) -> str:
         others = {master: f"{master} reduction and master weights"}
     others.pop(param, None)
     products = " with TF32 products" * opened.config.uses_tf32
-    return ", ".join(
-        [f"{param}{products}{_origin(opened, 'precision.param_dtype')}", *others.values()]
-    )
+    origin = _origin(opened, "precision.param_dtype")
+    return ", ".join([f"{param}{products}{origin}", *others.values()])
 
 
-def _experts(opened: Prepared) -> str:
+def _router_loss(opened: Prepared) -> str:
     if not idle_parameters(opened.module.transformers_model):
         return ""
-    detail = "depends on how a step is divided into micro-batches"
+    detail = "its value depends on the micro-batches"
     if opened.config.model.router_aux_loss == "global":
-        detail = "with the token counts of all ranks; its value depends on the micro-batches"
+        detail = f"with the token counts of all ranks; {detail}"
     off = "off: config.json has no output_router_logits"
     return f"auxiliary loss {f'on: {detail}' if opened.module.adds_aux_loss else off}"
 
 
-def _in_float32(opened: Prepared) -> str:
+def _note_on_float32(opened: Prepared) -> str:
     module, dtype = opened.module, opened.config.precision.param_dtype
     keys = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
     names = [name for name, _ in module.named_parameters() if any(key in name for key in keys)]
@@ -148,21 +147,21 @@ def _ranks(opened: Prepared, plan: RunPlan) -> str:
 
 def _strategy(config: Config, ranks: int) -> str:
     settings = config.strategy
-    row, size = get_strategy(settings.name), settings.dp_shard_size or ranks
-    name = f"{row.name} ({row.known_as})"
-    if 1 < size < ranks:
-        name += f" in {ranks // size} replicas of {size} ranks"
+    strategy, shard_size = get_strategy(settings.name), settings.dp_shard_size or ranks
+    name = f"{strategy.name} ({strategy.known_as})"
+    if 1 < shard_size < ranks:
+        name += f" in {ranks // shard_size} replicas of {shard_size} ranks"
     if settings.owner_map not in (None, "even"):
         name += f" with {settings.owner_map} owners"
     name += ", parameters in host memory" * (Offload.PARAMS in settings.offloaded)
     if shares_memory(config):
         return f"{name}, sharing memory"
-    effective, _ = executed_strategy(config, row, size)
-    if effective.name == row.name:
+    effective, _ = executed_strategy(config, strategy, shard_size)
+    if effective.name == strategy.name:
         return name
     if ranks == 1:
         return f"{name} (one rank: runs as {effective.name})"
-    replicas = "a replica per rank" if size == 1 else "one replica"
+    replicas = "a replica per rank" if shard_size == 1 else "one replica"
     return f"{name} ({replicas}: runs as {effective.name})"
 
 
@@ -182,7 +181,7 @@ def _batch(opened: Prepared, plan: RunPlan) -> str:
     length = _origin(opened, "train.seq_len")
     if length and train.seq_len < default_seq_len(model.name, model.max_seq_len):
         length = " (default: limited by the data)"
-    passes = "micro-batch" if batches.num_micro_batches == 1 else "micro-batches"
+    micro_batches = "micro-batch" if batches.num_micro_batches == 1 else "micro-batches"
     group_size = batches.context_parallel
     groups = batches.world_size // group_size
     unit = "rank" if batches.world_size == 1 else "ranks"
@@ -193,7 +192,7 @@ def _batch(opened: Prepared, plan: RunPlan) -> str:
     each = "" if model.is_script_module else f" of {train.seq_len} tokens{length}"
     return (
         f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')}{each} "
-        f"per step: {groups} {unit} x {batches.num_micro_batches} {passes} "
+        f"per step: {groups} {unit} x {batches.num_micro_batches} {micro_batches} "
         f"of {batches.micro_batch_size}{selected}"
     )
 
@@ -211,10 +210,10 @@ def _length(opened: Prepared) -> str:
     if steps < _FEW_STEPS and config.is_auto("train.steps"):
         hint = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
     origin = " (default)" if not config.is_set(*LENGTH_KEYS) else ""
-    passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
+    epochs_text = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
-        f"{steps:,} step{'s' * (steps != 1)}{origin}, {_count(tokens)} {unit}, {passes} "
-        f"epoch{'s' * (passes != '1')}{hint}; peak learning "
+        f"{steps:,} step{'s' * (steps != 1)}{origin}, {_count(tokens)} {unit}, {epochs_text} "
+        f"epoch{'s' * (epochs_text != '1')}{hint}; peak learning "
         f"rate {config.optimizer.lr:g}{_origin(opened, 'optimizer.lr')}{reached}"
     )
 
@@ -224,10 +223,11 @@ def _memory(estimate: RunEstimate | None) -> str:
         return ""
     text = f"{format_bytes(estimate.peak_reserved)} per rank, estimated"
     if missing := [each for each in estimate.assumed_packages if find_spec(MODULES[each]) is None]:
-        text += f"; without {' and '.join(missing)}, which is not installed, far more"
+        text += f"; far more, because {' and '.join(missing)} is not installed"
     if estimate.peak_reserved > estimate.available:
         needed = format_bytes(estimate.peak_reserved + estimate.outside_allocator.high)
-        text += f"; with the process {needed}, {format_bytes(estimate.memory_bytes)} available"
+        text += f"; {needed} with memory outside the allocator"
+        text += f", {format_bytes(estimate.memory_bytes)} available"
     return text
 
 

@@ -35,7 +35,7 @@ from fsdpctl.launch.nodes import NodeExchange
 from fsdpctl.resolve.launchers import LauncherRank
 
 _POLL_SECONDS = 0.25
-# After the watchdog was suspended, it must not blame the ranks for the time that has passed.
+# Most silence that one poll adds: the watchdog itself may have been suspended.
 _LONGEST_POLL = 1.0
 _START_FACTOR = 4  # loading, compiling and the first collectives take longer than a step
 _GRACE_SECONDS = 10.0  # time for ranks to exit after another rank has exited
@@ -43,7 +43,7 @@ _REPORT_SECONDS = 5.0  # time for ranks to write their stacks and to answer
 _STACK_SECONDS = 0.5  # time to write stacks
 _TAKEOVER_SECONDS = 5.0  # silence after which the next rank's watchdog decides
 
-Ranks = dict[int, psutil.Process]  # running ranks, by local rank
+Processes = dict[int, psutil.Process]  # running ranks, by local rank
 
 
 class Watchdog:
@@ -51,7 +51,7 @@ class Watchdog:
 
     def __init__(
         self,
-        pages: Path,
+        status_file: Path,
         launch: LaunchConfig,
         exchange: NodeExchange | None = None,
         round_index: int = 0,
@@ -59,29 +59,28 @@ class Watchdog:
         pids: Callable[[], dict[int, int]] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch the ranks that write their status to the file `pages`.
+        """Watch the ranks that write their status to `status_file`.
 
         A launcher passes `pids`, which returns the process ids of running workers by local rank.
-        A rank passes `say`, which is called before the ranks are killed.
+        A watchdog in a rank gets `say` instead, which it calls before it kills the ranks.
         """
         assert launch.nproc_per_node is not None
         self.hang = ""
-        self.failed_at: float | None = None  # when the first worker was missing
-        # Whether the watchdog killed ranks only because ranks of another node failed.
-        self.killed_for_other_node = False
+        self.failed_at: float | None = None  # when the first worker exited early
+        self.killed_for_other_node = False  # ranks were killed only because another node failed
         self._pids, self._say, self._exchange, self._round_index = pids, say, exchange, round_index
         self._count = launch.nproc_per_node
         self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
-        self._first_rank = (exchange.node_index if exchange else 0) * self._count
+        self._first_rank = (exchange.group_rank if exchange else 0) * self._count
         self._limit, self._timeout = launch.used_hang_timeout, launch.timeout
         self._statuses = [RankStatus(0, None, is_waiting=False, phase="")] * self._count
-        self._silent_seconds = [0.0] * self._count  # seconds since each rank's last heartbeat
-        # Seconds since the watchdog thread of each rank was seen running.
+        self._silent_seconds = [0.0] * self._count  # seconds without progress, by rank
+        # The same of the watchdog thread in each rank.
         self._watchdog_silent_seconds = [0.0] * self._count
-        self._since: dict[str, float] = {}
+        self._condition_began: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._pages = HostPages(pages)
+        self._pages = HostPages(status_file)
 
     def start(self) -> None:
         """Start the thread; it ends with the block or with the process."""
@@ -100,20 +99,23 @@ class Watchdog:
         while not self._done.wait(_POLL_SECONDS):
             elapsed, polled = time.monotonic() - polled, time.monotonic()
             self._poll(min(elapsed, _LONGEST_POLL))
-            if self._is_deciding() and self._check():
+            if self._decide() and self._check():
                 return
 
     def _poll(self, elapsed: float) -> None:
-        STATUS_PAGE.heartbeat()
+        STATUS_PAGE.count_watchdog_poll()  # for the watchdogs of other ranks
         statuses, silent = self._pages.statuses(), self._watchdog_silent_seconds
         for local, (status, last) in enumerate(zip(statuses, self._statuses, strict=True)):
-            moved = status.count != last.count or status.phase == FINISHING
-            self._silent_seconds[local] = 0.0 if moved else self._silent_seconds[local] + elapsed
-            runs = status.heartbeats != last.heartbeats
-            silent[local] = 0.0 if runs else silent[local] + elapsed
+            self._silent_seconds[local] += elapsed
+            if status.count != last.count or status.phase == FINISHING:
+                self._silent_seconds[local] = 0.0
+            silent[local] += elapsed
+            if status.watchdog_polls != last.watchdog_polls:
+                silent[local] = 0.0
         self._statuses = statuses
 
-    def _is_deciding(self) -> bool:
+    def _decide(self) -> bool:
+        """Return whether this watchdog decides for its host; then it also writes the report."""
         lower_ranks = self._watchdog_silent_seconds[: self._local_rank]
         # If states are requested already, another watchdog reports a hang.
         is_reported = any(each.is_record_requested for each in self._statuses)
@@ -123,32 +125,31 @@ class Watchdog:
         return decides
 
     def _check(self) -> bool:
-        """Kill the ranks if they hang, or if other ranks have failed; return whether they hang."""
+        """Kill the ranks if they hang, or if other ranks have failed; return whether ranks hang."""
         round_index, exchange = self._round_index, self._exchange
-        ranks = _running_processes(self._running())
+        processes = _running_processes(self._running())
         if exchange:
-            exchange.publish_states(round_index, [self._state(each) for each in range(self._count)])
-        if not ranks:
+            exchange.publish_states(round_index, list(map(self._state, range(self._count))))
+        if not processes:
             return False
-        all_run = len(ranks) == self._count
+        all_run = len(processes) == self._count
         if not all_run:
             self.failed_at = self.failed_at or time.time()
-        stalled = [each for each in ranks if self._silent_seconds[each] > self._limit_of(each)]
+        stalled = [each for each in processes if self._silent_seconds[each] > self._limit_of(each)]
         # fsdpctl's launcher notices ranks that have exited; other launchers may not. Then, ranks
         # that wait for an exited rank hang.
-        is_stuck = stalled and (
-            all_run or (not self._pids and any(self._statuses[x].is_waiting for x in stalled))
-        )
-        if is_stuck or (exchange and exchange.is_stuck_elsewhere(round_index)):
-            self._kill_stuck(ranks)
+        waits_for_exited = not self._pids and any(self._statuses[x].is_waiting for x in stalled)
+        hangs = bool(stalled) and (all_run or waits_for_exited)
+        if hangs or (exchange and exchange.hangs_elsewhere(round_index)):
+            self._kill_hung(processes)
             return True
         died = self._persists("died", not all_run)
-        failed_elsewhere = self._persists(
-            "elsewhere", bool(exchange and exchange.has_failed_elsewhere(round_index))
-        )
-        if self._pids and (died or failed_elsewhere) and not any(map(self._makes_progress, ranks)):
+        has_failed = bool(exchange and exchange.has_failed_elsewhere(round_index))
+        others_died = self._persists("elsewhere", has_failed)
+        is_idle = not any(map(self._makes_progress, processes))
+        if self._pids and (died or others_died) and is_idle:
             self.killed_for_other_node = not died
-            _kill(ranks)  # they are stopped or blocked, and the agent would wait longer
+            _kill(processes)  # they are stopped or blocked, and the agent would wait longer
         return False
 
     def _running(self) -> dict[int, int]:
@@ -161,63 +162,71 @@ class Watchdog:
         return self._statuses[local].count > 0 and self._silent_seconds[local] < _GRACE_SECONDS
 
     def _limit_of(self, local: int) -> float:
-        """Return the seconds without a heartbeat after which a rank hangs.
-
-        After a rank has loaded its weights, collectives run, and NCCL's watchdog would end the
-        process after `launch.timeout` without naming the ranks that cause the hang.
-        """
+        """Return the seconds without progress after which a rank counts as hung."""
         status = self._statuses[local]
         if status.step is not None:
             return self._limit
         slow = self._limit * _START_FACTOR
-        loads = status.phase in (READING, DRAWING, "")
-        return slow if loads else min(slow, 0.8 * self._timeout)
+        if status.phase in (READING, DRAWING, ""):
+            return slow
+        # Collectives run: before NCCL's watchdog, which would not name the ranks that hang.
+        return min(slow, 0.8 * self._timeout)
 
     def _persists(self, name: str, holds: bool) -> bool:
         """Return whether a condition has held for longer than ranks need to exit on their own."""
         if not holds:
-            self._since.pop(name, None)
+            self._condition_began.pop(name, None)
             return False
-        return time.monotonic() - self._since.setdefault(name, time.monotonic()) > _GRACE_SECONDS
+        now = time.monotonic()
+        return now - self._condition_began.setdefault(name, now) > _GRACE_SECONDS
 
-    def _kill_stuck(self, ranks: Ranks) -> None:
-        states, first, exchange = self._collect_states(ranks), 0, self._exchange
+    def _kill_hung(self, processes: Processes) -> None:
+        states, exchange, reporter_node = self._collect_states(processes), self._exchange, 0
         if exchange:
-            states, first = exchange.share_states(self._round_index, states)
+            states, reporter_node = exchange.share_states(self._round_index, states)
         limit = max(map(self._limit_of, range(self._count)))
-        self.hang = describe_hang(states, limit, is_usual=limit == self._limit)
+        self.hang = describe_hang(states, limit, before_first_step=limit != self._limit)
         self.failed_at = time.time()
-        if self._say and (exchange is None or exchange.node == first):
+        if self._say and (exchange is None or exchange.node_rank == reporter_node):
             self._say(self.hang)
-        # Ranks of other hosts fail once these ranks are killed: the report must come first.
+        # Kill only after that node has reported: killing makes ranks of other hosts fail.
         if self._say and exchange:
-            exchange.leave(after_node=first)
-        _kill(ranks)
+            exchange.leave(after_node=reporter_node)
+        _kill(processes)
         if self._say:
             os._exit(ExitCode.FAILED)
 
-    def _collect_states(self, ranks: Ranks) -> list[RankState]:
+    def _collect_states(self, processes: Processes) -> list[RankState]:
         until = time.monotonic() + _REPORT_SECONDS
-        # Before its first heartbeat, a rank has no handler of the signal, which would kill it.
-        requested = [local for local in ranks if self._statuses[local].count]
+        # Before its first update, a rank has no handler of the signal, which would kill it.
+        requested = [local for local in processes if self._statuses[local].count]
         for local in requested:
             self._pages.request(local)
             with contextlib.suppress(psutil.Error):
-                ranks[local].send_signal(signal.SIGUSR2)
+                processes[local].send_signal(signal.SIGUSR2)  # worker.py registers faulthandler
         time.sleep(_STACK_SECONDS)
         while time.monotonic() < until and None in map(self._pages.answer, requested):
             time.sleep(_POLL_SECONDS)
-        running = sorted(self._running().items())
-        return [self._state(x, _process_state(pid) if x in ranks else EXITED) for x, pid in running]
+        pids = sorted(self._running().items())
+        letters = {local: _process_state(pid) for local, pid in pids if local in processes}
+        return [self._state(local, letters.get(local, EXITED)) for local, _ in pids]
 
     def _state(self, local: int, letter: str | None = None) -> RankState:
+        """Return the state of a rank; without the kernel's `letter`, the rank was not asked."""
         answer = CollectiveRecord() if letter is None else self._pages.answer(local)
-        recorded, status = answer or CollectiveRecord(), self._statuses[local]
+        record, status = answer or CollectiveRecord(), self._statuses[local]
         return RankState(
-            self._first_rank + local, socket.gethostname(), UNKNOWN if letter is None else letter,
-            self._silent_seconds[local], status.step, status.phase, status.is_waiting,
-            recorded.started, recorded.pending, answer is not None,
-        )  # fmt: skip
+            self._first_rank + local,
+            socket.gethostname(),
+            process_state=UNKNOWN if letter is None else letter,
+            silent_seconds=self._silent_seconds[local],
+            step=status.step,
+            phase=status.phase,
+            is_waiting=status.is_waiting,
+            started_collectives=record.started,
+            pending=record.pending,
+            is_responsive=answer is not None,
+        )
 
 
 def watch_as_rank(
@@ -231,7 +240,8 @@ def watch_as_rank(
 
     `store` is shared by all ranks, `exchange` connects hosts, and `say` prints a line.
     """
-    key, path = f"pages/{rank.rank // rank.local_world_size}", Path()
+    key = f"status-file/{rank.rank // rank.local_world_size}"
+    path = Path()  # cannot be opened as a file: then no rank has a watchdog
     if rank.local_rank == 0:
         with contextlib.suppress(OSError):
             path = make_status_file(rank.local_world_size)
@@ -248,14 +258,14 @@ def watch_as_rank(
     watchdog.start()
 
 
-def _running_processes(pids: dict[int, int]) -> Ranks:
-    ranks: Ranks = {}
+def _running_processes(pids: dict[int, int]) -> Processes:
+    processes = {}
     for local, pid in pids.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE:
-                ranks[local] = process
-    return ranks
+                processes[local] = process
+    return processes
 
 
 def _process_state(pid: int) -> str:
@@ -265,8 +275,8 @@ def _process_state(pid: int) -> str:
     return UNKNOWN
 
 
-def _kill(ranks: Ranks) -> None:
-    for each in ranks.values():
+def _kill(processes: Processes) -> None:
+    for each in processes.values():
         with contextlib.suppress(psutil.Error):
             if each.pid != os.getpid():
                 each.kill()

@@ -1,10 +1,9 @@
-"""Starts this node's workers, forwards stop requests to them, and waits until all have exited.
+"""The workers of this node: starting them, forwarding stop requests, waiting until all have exited.
 
-Note: workers have their own sessions, so Ctrl-C reaches only the launcher. The first request is
-forwarded to them as SIGTERM. A worker that is still starting exits without a message; later,
-workers finish their step, save and exit. torch's agent does not handle the signals, because it
-loses the workers' exit codes when it stops them. A second Ctrl-C kills the workers; other repeated
-requests are ignored.
+Note: workers have their own sessions, so Ctrl-C reaches only the launcher, which forwards the first
+request as SIGTERM. A worker that is still starting exits without a message; later, workers finish
+their step, save and exit. torch's agent does not handle the signals, because it loses the workers'
+exit codes when it stops them. A second Ctrl-C kills the workers; other repetitions are ignored.
 """
 
 import logging
@@ -34,7 +33,7 @@ from fsdpctl.launch.addresses import create_store, interface_of, loopback
 from fsdpctl.launch.nodes import NodeLauncher
 from fsdpctl.launch.outcome import NodeOutcome, RoundOutcome, count_oom_kills, to_failure
 from fsdpctl.launch.watchdog import Watchdog
-from fsdpctl.training.worker import MODULE, STATUS_FILE
+from fsdpctl.training.worker import LAUNCHER, MODULE, STATUS_FILE
 
 _BARRIER_SECONDS = 1  # short, because launchers exchange their outcomes in NodeExchange
 _NO_SIGNAL = "SIGURG"  # the agent must handle at least one signal; this one is never sent
@@ -52,9 +51,9 @@ def launch_workers(
     """Run the worker with `args` on the ranks of this node until all have exited.
 
     Each worker gets its rank from torchrun's environment variables. If `is_last`, stop requests are
-    ignored afterwards. `round_index` counts the rounds of this launch. UsageError if several nodes
-    are configured without a `launcher` that is connected to them. FsdpctlError if torch's agent
-    fails.
+    ignored afterwards, while the command reports the outcome. `round_index` counts the rounds of
+    this launch. UsageError if several nodes are configured without a `launcher` that is connected
+    to them. FsdpctlError if torch's agent fails.
     """
     if launcher is None and (launch.nnodes > 1 or launch.name == "env"):
         problem = "only supported by `fsdpctl train`"
@@ -65,25 +64,23 @@ def launch_workers(
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # The workers' files are not in the run directory, which may be full, or deleted.
     with folder as log_dir, _environment(launch, launcher):
-        pages = make_status_file(launch.nproc_per_node, Path(log_dir))
-        os.environ.update({STATUS_FILE: str(pages), "FSDPCTL_ROUND": str(round_index)})
+        status_file = make_status_file(launch.nproc_per_node, Path(log_dir))
+        os.environ.update({STATUS_FILE: str(status_file), "FSDPCTL_ROUND": str(round_index)})
         agent = LocalElasticAgent(
             _worker_spec(args, launch.nproc_per_node, launcher, round_index),
             DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=_BARRIER_SECONDS,
         )  # fmt: skip
         group = agent.get_worker_group()
         watchdog = Watchdog(
-            pages, launch, launcher, round_index,
+            status_file, launch, launcher, round_index,
             pids=lambda: {each.local_rank: each.id for each in group.workers if each.id},
         )  # fmt: skip
-        have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
-        with _StopRequests(have_begun, is_last=is_last) as requests, watchdog:
+        requests = _StopRequests(lambda: group.state is not WorkerState.INIT, is_last=is_last)
+        with requests, watchdog:
             outcome = _run(agent, requests, watchdog)
-    return (
-        RoundOutcome.combine({0: outcome}, 0)
-        if launcher is None
-        else launcher.exchange_outcomes(round_index, outcome)
-    )
+    if launcher is None:
+        return RoundOutcome.combine({0: outcome}, 0)
+    return launcher.exchange_outcomes(round_index, outcome)
 
 
 def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog) -> NodeOutcome:
@@ -95,15 +92,14 @@ def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog
     except Exception as error:  # an error of the agent, which has killed the workers
         raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
     oom_killed = count_oom_kills() > kills
-    failures = [
-        to_failure(rank, each, oom_killed=oom_killed) for rank, each in process_failures.items()
-    ]
-    if watchdog.killed_for_other_node:  # the killed workers did not cause the failure
+    by_rank = sorted(process_failures.items())
+    failures = [to_failure(rank, each, oom_killed=oom_killed) for rank, each in by_rank]
+    killed_for_other_node = watchdog.killed_for_other_node
+    if killed_for_other_node:  # the killed workers did not cause the failure
         failures = [each for each in failures if not each.was_killed]
-    failures.sort(key=lambda each: each.rank)
     return NodeOutcome(
         tuple(failures), requests.first, hang=watchdog.hang,
-        failed_at=watchdog.failed_at or time.time(), were_killed=watchdog.killed_for_other_node,
+        failed_at=watchdog.failed_at or time.time(), killed_for_other_node=killed_for_other_node,
     )  # fmt: skip
 
 
@@ -112,12 +108,13 @@ def _worker_spec(
 ) -> WorkerSpec:
     store: Store
     if launcher is None:
-        (store, port), address, position = create_store(loopback()), loopback(), (0, 1)
+        address, rank_and_size = loopback(), (0, 1)
+        store, port = create_store(address)
     else:
         store = PrefixStore(f"round-{round_index}", launcher.store)
-        address, port = launcher.endpoint_address, launcher.port
-        position = launcher.node_index, len(launcher.members)
-    info = RendezvousInfo(store, *position, RendezvousStoreInfo(address, port))
+        address, port = launcher.address, launcher.port
+        rank_and_size = launcher.group_rank, len(launcher.nodes)
+    info = RendezvousInfo(store, *rank_and_size, RendezvousStoreInfo(address, port))
     return WorkerSpec(
         role="default",
         local_world_size=ranks,
@@ -139,6 +136,7 @@ class _FixedRendezvous(StaticTCPRendezvous):
 
     run_id = "fsdpctl"
 
+    # The __init__ of the base class would need an endpoint; only next_rendezvous is called.
     def __init__(self, info: RendezvousInfo) -> None:
         self._info = info
 
@@ -150,17 +148,18 @@ class _FixedRendezvous(StaticTCPRendezvous):
 def _environment(launch: LaunchConfig, launcher: NodeLauncher | None) -> Iterator[None]:
     """Set the environment that workers inherit from the agent: cores, interface and allocator.
 
-    Variables that are set keep their values, except for the interface to listen on. On one node, it
-    is the loopback interface; on several nodes, it is the one to which other nodes' gloo connects.
+    Variables that are already set win, except GLOO_SOCKET_IFNAME: the loopback interface on one
+    node, else the one to which other nodes' gloo connects.
     """
     assert launch.nproc_per_node is not None
     values = launch.rank_environment(launch.nproc_per_node)
-    forced = {"FSDPCTL_LAUNCHER": str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL}
+    forced = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL}
     interface = launcher.interface if launcher else interface_of(loopback())
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
         # On several nodes, NCCL selects its interfaces, unless `launch.interface` is set.
         if launcher is None or launch.interface is not None:
+            # "=": the name itself, not a prefix of names.
             (values if launcher else forced)["NCCL_SOCKET_IFNAME"] = f"={interface}"
     original = dict(os.environ)
     os.environ.update({**values, **original, **forced})

@@ -78,8 +78,8 @@ def make_model(
 ) -> ShardedModel:
     """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
-    The weights are initialized from the seed, or zeros if `empty`. If it `trains`, optimizer states
-    are in host memory as configured. A `module` with values replaces the configured decoder.
+    Weights are initialized from the seed, or zeros if `empty`. If `trains`, optimizer states are in
+    host memory as configured. A `module` with values replaces the configured decoder.
     """
     if strategy:
         config = replace(config, strategy=config.strategy.with_name(strategy))
@@ -103,11 +103,11 @@ def single_rank_strategy(config: Resolved) -> str:
 def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
     """Return how fsdpctl's engine shards the model.
 
-    If it `trains`, offloads are as configured. Otherwise, master weights are in host memory if
-    parameters are.
+    If `trains`, offloads are as configured. Else, master weights are stored with the parameters.
     """
     strategy = config.strategy
     offloads_params = Offload.PARAMS in strategy.offloaded
+    # STATES includes the master weights.
     untrained = Offload.STATES | Offload.PARAMS if offloads_params else Offload.NONE
     return Sharding(
         strategy.name,
@@ -128,6 +128,7 @@ def make_trained_model(
     if config.engine.name == FSDPCTL:
         model = sharded = make_model(config, device, empty=empty, trains=True, module=script_module)
         sharded.mesh.measure_waits()
+        # step() only starts to gather parameters, which the next forward waits for by unit.
         sharded.overlap_param_gather = True
     else:
         from fsdpctl.torch_engines.model import build_torch_engine  # takes a second
@@ -146,11 +147,10 @@ def make_trained_model(
             master_dtype=torch_dtype(str(config.precision.master_dtype)),
             compiles=config.train.compile,
         )
-        model = build_torch_engine(
-            plain, setup, device, None if empty else _initializer(config, plain)
-        )
+        initialize = None if empty else _initializer(config, plain)
+        model = build_torch_engine(plain, setup, device, initialize)
     module: Any = model.module
-    module.reduce_counts = model.collectives.all_reduce  # expert routers sum token counts with it
+    module.reduce_counts = model.collectives.all_reduce  # expert routers sum their token counts
     return model
 
 
@@ -180,14 +180,15 @@ def make_module(config: Resolved) -> TransformersDecoder:
 
 def make_optimizer(config: Resolved, model: TrainedModel) -> Optimizer:
     """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
-    settings, row = config.optimizer, get_optimizer(config.optimizer.name)
-    options = {name: getattr(settings, name) for name in (*row.keys, "weight_decay")}
+    settings, optimizer_info = config.optimizer, get_optimizer(config.optimizer.name)
+    options = {name: getattr(settings, name) for name in (*optimizer_info.keys, "weight_decay")}
     if "beta1" in options:
         options["betas"] = options.pop("beta1"), options.pop("beta2")
     if dtype := options.get("state_dtype"):
         options["state_dtype"] = getattr(torch, dtype)
     # The trainer sets the learning rate before every step.
-    optimizer: Optimizer = OPTIMIZER_CLASSES[row.name](model, lr=settings.lr or 0.0, **options)
+    optimizer_class = OPTIMIZER_CLASSES[optimizer_info.name]
+    optimizer: Optimizer = optimizer_class(model, lr=settings.lr or 0.0, **options)
     return optimizer
 
 
@@ -201,7 +202,7 @@ def enable_context_parallel(device: torch.device, num_ranks: int, context_parall
 def make_trainer(
     plan: RunPlan,
     world: World,
-    context: LaunchContext,
+    launch_context: LaunchContext,
     *,
     shows: bool,
     only_measures: bool = False,
@@ -209,26 +210,26 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
-    If it `shows`, rank 0 shows the progress, writes heartbeats and uploads checkpoints. If it
-    `only_measures`, it runs steps without validation and checkpoints. A script has a `task`.
+    If `shows`, rank 0 shows the progress, writes heartbeats and uploads checkpoints. If
+    `only_measures`, the trainer runs no validation and no save. A script has a `task`.
     """
     config, ranks = plan.config, ObjectExchange()
     run_dir = Path(str(config.train.run_dir))
-    is_main = world.rank == 0
-    heartbeat = Heartbeat(run_dir, ObjectExchange(), is_on=shows and is_main)
+    is_rank_0 = world.rank == 0
+    heartbeat = Heartbeat(run_dir, ObjectExchange(), is_on=shows and is_rank_0)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
     devices = ranks.all_gather_values(device_name(world.device))
-    if is_main:
+    if is_rank_0:
         add_start(run_dir, describe_start(run_dir, devices))
     parts, progress, bases = _load(plan, run_dir, world, ranks, task)
-    journal = Journal(config, run_dir, progress.step, is_main=is_main, shows=shows)
+    journal = Journal(config, run_dir, progress.step, is_rank_0=is_rank_0, shows=shows)
     if reason := parts.model.collectives.not_shared_reason:
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
         reports = [RunReporter(journal, None), EstimateReport(run_dir, progress.step)]
-        return Trainer(parts, progress, context, journal, reports)
-    checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_main)
+        return Trainer(parts, progress, launch_context, journal, reports)
+    checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_rank_0)
     # Hooks run in this order, at the end too: a step is checked and validated before it is saved.
     callbacks = [
         SelfCheck(config.train.self_check, progress.step, sharding_of(config)),
@@ -242,14 +243,14 @@ def make_trainer(
         *([CompilerReport(journal)] if config.train.compile else []),
         *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
-    return Trainer(parts, progress, context, journal, callbacks)
+    return Trainer(parts, progress, launch_context, journal, callbacks)
 
 
 def _load(
     plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: ScriptTask | None
 ) -> tuple[TrainingParts, Progress, list[BaseWeights]]:
     config, batches = plan.config, plan.batches
-    train, data = config.train, _data(config, ranks) if task is None else task.data
+    train, data = config.train, _open_data(config, ranks) if task is None else task.data
     if len(set(ranks.all_gather_values(data.fingerprint))) > 1:
         location = "data" if task is not None else f"data.path={config.data.path}"
         problem = "data differs between ranks; expected identical files on all nodes"
@@ -258,23 +259,28 @@ def _load(
     check_same_data(run_dir, data, recorded_fingerprint(run_dir))
     enable_context_parallel(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
-    is_filled = newest is not None or config.model.is_pretrained
+    loads_weights = newest is not None or config.model.is_pretrained
     module = None if task is None else task.module
-    model = make_trained_model(config, world.device, empty=is_filled, script_module=module)
+    model = make_trained_model(config, world.device, empty=loads_weights, script_module=module)
     optimizer = make_optimizer(config, model)
     progress, bases = _load_state(config, model, optimizer, newest)
     # A barrier: the slowest rank may load for longer than NCCL's timeout of the first collective.
     ranks.all_gather_values(None)
     STATUS_PAGE.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
-    trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
-    validated = None if val is None else Batches(val.samples(train.seq_len), batches, 0, vocab_size)
-    parts = TrainingParts(config, run_dir, data, model, optimizer, trained, validated, world.device)
-    return parts, progress, bases
+    train_batches = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
+    val_batches = None
+    if val is not None:
+        val_batches = Batches(val.samples(train.seq_len), batches, 0, vocab_size)
+    objects = data, model, optimizer, train_batches, val_batches
+    return TrainingParts(config, run_dir, *objects, world.device), progress, bases
 
 
-def _data(config: Resolved, ranks: ObjectExchange) -> DataSet:
-    """Return the data. One rank of each node first writes the cache for all. Collective."""
+def _open_data(config: Resolved, ranks: ObjectExchange) -> DataSet:
+    """Return the data. One rank of each node first writes the cache for all. Collective.
+
+    If that rank fails, the launcher ends the ranks that wait for it.
+    """
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
     ranks.all_gather_values(None)
@@ -292,9 +298,8 @@ def _load_state(
     (path, *_) = model.collectives.all_gather_values(str(weights_folder(config.model)))
     folder = Path(path)
     weights, base = open_pretrained(config.model, folder, model.collectives)
-    bases = (
-        [BaseWeights(base.record, base.weights, base.checkpoint, is_recorded=False)] if base else []
-    )
+    # The base of another run's adapters is verified, but checkpoints of this run do not name it.
+    bases = [] if base is None else [replace(base, is_recorded=False)]
     if not all(shard.trainable for shard in model.flat_shards()):
         bases.append(BaseWeights.new(folder, weights, model.collectives))
     load_weights(initial_weights(config.model, model.module, config.train.seed, weights), model)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.mixture import MixedSamples
+from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.models.packed_documents import PackedDocuments, copy_to_device, pack_documents
 from fsdpctl.models.transformers_decoder import OutputHead
 
@@ -27,22 +28,23 @@ def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, PackedDoc
     """Return the model's keyword argument for the documents of a batch, if it has documents."""
     if not batch.lengths:
         return {}
-    are_rows = not batch.isolates_documents
+    # If documents are not isolated, attention sees whole rows.
     documents = pack_documents(
-        batch.lengths,
-        device,
-        context=batch.context,
-        one_per_row=are_rows,
+        batch.lengths, device, context=batch.context, one_per_row=not batch.isolates_documents,
         padding_starts=batch.padding_starts,
-    )
+    )  # fmt: skip
     return {"documents": documents}
+
+
+def count_targets(batch: MicroBatch) -> int:
+    return int((batch.targets != IGNORE_INDEX).sum())
 
 
 class SourceLosses:
     """The losses of a step on this rank, by source of a mixture."""
 
     def __init__(self, module: nn.Module, batches: Batches, device: torch.device) -> None:
-        """Start a step; without a mixture, or a head that computes losses, nothing is recorded."""
+        """Start a step; nothing is recorded without a mixture or without an OutputHead."""
         self._device = device
         self._head: OutputHead | None = None
         if isinstance(batches.samples, MixedSamples):
@@ -64,8 +66,9 @@ class SourceLosses:
         losses = torch.cat(self._head.token_losses).view(batch.targets.shape)
         self._head.token_losses.clear()
         in_source = torch.zeros(self._count, len(losses), dtype=torch.bool)
+        # One-hot: the source of each row of the batch.
         in_source[list(batch.sources), range(len(batch.sources))] = True
-        self._tokens += in_source.double() @ (batch.targets >= 0).sum(1).double()
+        self._tokens += in_source.double() @ (batch.targets != IGNORE_INDEX).sum(1).double()
         # Not a matrix product: a non-finite loss must not reach the sums of other sources.
         rows = losses.sum(1, dtype=torch.float64)
         self._losses += torch.where(copy_to_device(in_source, self._device), rows, 0.0).sum(1)
@@ -74,5 +77,5 @@ class SourceLosses:
         """Return the losses and target tokens of each source in float64, shape (2, sources)."""
         if self._head is None:
             return None
-        self._head.token_losses = None
+        self._head.token_losses = None  # the head records nothing
         return torch.stack([self._losses, copy_to_device(self._tokens, self._device)])

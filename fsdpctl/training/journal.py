@@ -17,31 +17,31 @@ _MOST_WARNINGS = 100  # warnings in the events of a start
 
 
 class Journal:
-    """The messages and metrics of a run; any thread may record them. Only rank 0 writes."""
+    """The messages, metrics and events of a run, of any thread. Only rank 0 writes."""
 
     def __init__(
-        self, config: Config, run_dir: Path, step: int, *, is_main: bool, shows: bool
+        self, config: Config, run_dir: Path, step: int, *, is_rank_0: bool, shows: bool
     ) -> None:
-        """Continue the record of a run, and remove entries after `step`.
+        """Continue the files of a run, and remove metrics after `step`.
 
-        If `shows`, rank 0 (`is_main`) shows the progress and writes to trackers.
+        If `shows`, rank 0 shows the progress and writes to trackers.
         """
         steps, log_every = config.train.steps, config.train.log_every
         assert steps is not None
-        self.run_dir, self._step, self._recording = run_dir, step, Lock()
+        self.run_dir, self._step, self._writing_events = run_dir, step, Lock()
         self._events: dict[str, Any] = {"warnings": []}
-        self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run has taken
-        self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
-        is_shown, log = is_main and shows, run_dir / LOG
+        self.longest_save_seconds = 0.0  # the longest time that a checkpoint of this run has taken
+        self._metrics = MetricsFile(run_dir / METRICS, step) if is_rank_0 else None
+        is_shown, log = is_rank_0 and shows, run_dir / LOG
         self.display = ProgressDisplay(steps, step, log_every=log_every, shows=is_shown, log=log)
         self.trackers = None
         if is_shown and self._metrics is not None:
             self.trackers = Trackers(config, run_dir, step, self.warn, self._metrics.unsent)
-        if is_main:
+        if is_rank_0:
             with suppress(UsageError):  # environment.json is corrupted
                 save_seconds = [each.longest_save_seconds for each in read_start_events(run_dir)]
-                self.seconds_to_save = max(save_seconds, default=0.0)
-            self.record({"step": step})
+                self.longest_save_seconds = max(save_seconds, default=0.0)
+            self.record_events({"step": step})
 
     def say(self, line: str) -> None:
         self.display.say(line)
@@ -50,7 +50,7 @@ class Journal:
         """Print a line that `-q` hides."""
         self.display.say(line, is_remark=True)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write_metrics(self, line: dict[str, Any]) -> None:
         """Append an object to metrics.jsonl, and send its numbers to the trackers."""
         if self._metrics is not None:
             self._metrics.write(line)
@@ -63,10 +63,10 @@ class Journal:
         if self.trackers is not None:
             self.trackers.log_line(line)
 
-    def record(self, values: dict[str, Any]) -> None:
-        """Set values in the record of this start; failures to write it are ignored."""
+    def record_events(self, values: dict[str, Any]) -> None:
+        """Set values in the events of this start; failures to write them are ignored."""
         if self._metrics is not None:
-            with self._recording:
+            with self._writing_events:
                 warnings = [*self._events["warnings"], *values.get("warnings", ())]
                 self._events |= values | {"warnings": warnings[-_MOST_WARNINGS:]}
                 write_start_events(self.run_dir, self._events)
@@ -74,27 +74,27 @@ class Journal:
     def record_save(self, line: dict[str, Any], seconds: float) -> None:
         """Send the times of a checkpoint to the trackers, and record the longest."""
         self.track(line)
-        if seconds > self.seconds_to_save:
-            self.seconds_to_save = seconds
-            self.record({"longest_save_seconds": round(seconds, 6)})
+        if seconds > self.longest_save_seconds:
+            self.longest_save_seconds = seconds
+            self.record_events({"longest_save_seconds": round(seconds, 6)})
 
     def warn(self, message: str, step: int | None = None) -> None:
         """Print a warning and record it with `step`, by default the last completed step."""
         self.say(message if step is None else f"step {step}: {message}")
-        self.record({"warnings": [f"step {self._step if step is None else step}: {message}"]})
+        step = self._step if step is None else step
+        self.record_events({"warnings": [f"step {step}: {message}"]})
 
-    def check_in_place(self) -> None:
+    def check_not_removed(self) -> None:
         """Raise FsdpctlError on rank 0 if the run directory or metrics.jsonl has been removed."""
         if self._metrics is not None and not self._metrics.is_in_place:
             is_there = (self.run_dir / RUN_CONFIG).is_file()
             missing = self.run_dir / METRICS if is_there else self.run_dir
             raise FsdpctlError(f"{missing}: {REMOVED_DURING_RUN}; training stopped without saving")
 
-    def end(self, *, well: bool) -> None:
-        """Close the trackers; `well` is False if the run failed."""
+    def close_trackers(self, *, succeeded: bool) -> None:
         if self.trackers is not None:
-            self.trackers.close(succeeded=well)
+            self.trackers.close(succeeded=succeeded)
 
-    def close(self) -> None:
+    def close_metrics(self) -> None:
         if self._metrics is not None:
             self._metrics.close()

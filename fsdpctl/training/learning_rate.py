@@ -28,7 +28,7 @@ def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
     The factor rises to 1 over the warmup, from `start_lr_ratio` or in equal increments from 0. Then
     `cosine` decays along half a cosine to `min_lr_ratio` at the last step, `wsd` stays at 1 until
     the last `decay_ratio` of the steps and decays by `decay_type`, and `constant` stays at 1.
-    Without `reaches_min`, the decay ends one step after the last one.
+    Without `reaches_min`, the minimum would be reached one step after the last.
     """
     warmup, start = warmup_steps(config, total_steps), config.start_lr_ratio
     if step < warmup:
@@ -43,5 +43,6 @@ def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
         kind = config.decay_type
         if step < begin:
             return 1.0
-    fraction = (step - begin) / max(1, total_steps - config.reaches_min - begin)
+    end = total_steps - 1 if config.reaches_min else total_steps
+    fraction = (step - begin) / max(1, end - begin)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * _DECAYS[kind](fraction)

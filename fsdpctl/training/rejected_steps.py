@@ -25,9 +25,9 @@ Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
 Action = Literal["stop", "skip"]
 
 _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of normal values
-_FLOOR = 1e-3  # smallest deviation, relative to the median: constant values have none
-_LAG = 1  # number of preceding steps that the limits of a step do not include
-WINDOW = 128  # the limits come from this number of applied steps before the lag
+_FLOOR = 1e-3  # smallest deviation, relative to the median: constant values have a deviation of 0
+_EXCLUDED_STEPS = 1  # the newest steps, whose values the host may not know yet
+WINDOW = 128  # applied steps from which the limits come
 MIN_ACCEPTED = 32  # with fewer applied steps, there is no limit
 _MOST_LOG = 700.0  # a float holds exp(700)
 _DONE: dict[Action, str] = {"stop": "rejected, training stops", "skip": "skipped"}
@@ -84,37 +84,38 @@ class RejectionRule:
     def limits(self, step: int) -> SpikeLimits:
         """Return the limits for `step`, counted from 1; it is not applied if a value is higher."""
         factor = self._config.spike_factor
-        window = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
+        window = [each for each in self.accepted if each.step < step - _EXCLUDED_STEPS][-WINDOW:]
         if factor is None or len(window) < MIN_ACCEPTED:
             return SpikeLimits()
         log_norm = _threshold([each.log_grad_norm for each in window], factor)
         loss = _threshold([each.loss for each in window], factor)
         return SpikeLimits(loss, math.exp(min(log_norm, _MOST_LOG)))
 
-    def evaluate(self, step: int, figures: StepStats, limits: SpikeLimits) -> RejectedStep | None:
+    def evaluate(self, step: int, stats: StepStats, limits: SpikeLimits) -> RejectedStep | None:
         """Count a step that was not applied, and return it; None if it was applied."""
-        if figures.was_applied:
-            self._accept(step, figures)
+        if stats.was_applied:
+            self._accept(step, stats)
             return None
-        reason, on_nonfinite = _reason(figures, limits), self._config.on_nonfinite
+        reason, on_nonfinite = _reason(stats, limits), self._config.on_nonfinite
         self.num_rejected += 1
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
         is_over = self.num_rejected > self._config.max_skips
         action: Action = "stop" if is_over else cast("Action", on_nonfinite)
         return RejectedStep(
-            step, reason, _rank_of(reason, figures), figures.loss, figures.grad_norm,
+            step, reason, _rank_of(reason, stats), stats.loss, stats.grad_norm,
             thresholds.get(reason), action, self.num_rejected,
         )  # fmt: skip
 
-    def _accept(self, step: int, figures: StepStats) -> None:
+    def _accept(self, step: int, stats: StepStats) -> None:
         if self._config.spike_factor is None:
             return
-        log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
-        self.accepted = (*self.accepted[-WINDOW:], AcceptedStep(step, figures.loss, log_norm))
+        log_norm = math.log(max(stats.grad_norm, math.exp(-_MOST_LOG)))
+        # One more than WINDOW, because `limits` excludes the newest.
+        self.accepted = (*self.accepted[-WINDOW:], AcceptedStep(step, stats.loss, log_norm))
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:
         if self._config.on_nonfinite == "stop":
-            advice = "a lower optimizer.lr may help; train.on_nonfinite=skip continues without it"
+            advice = "a lower optimizer.lr may help; train.on_nonfinite=skip skips such steps"
         else:
             advice = f"train.max_skips={self._config.max_skips} reached"
         return NonFiniteError(f"{rejected.message}; {advice}")
@@ -126,17 +127,17 @@ def _threshold(values: Sequence[float], factor: float) -> float:
     return middle + factor * _DEVIATION * max(deviation, _FLOOR * abs(middle))
 
 
-def _reason(figures: StepStats, limits: SpikeLimits) -> Reason:
-    if not math.isfinite(figures.loss):
+def _reason(stats: StepStats, limits: SpikeLimits) -> Reason:
+    if not math.isfinite(stats.loss):
         return "nonfinite_loss"
-    if not math.isfinite(figures.grad_norm):
+    if not math.isfinite(stats.grad_norm):
         return "nonfinite_grad"
-    return "loss_spike" if figures.loss > limits.loss else "grad_spike"
+    return "loss_spike" if stats.loss > limits.loss else "grad_spike"
 
 
-def _rank_of(reason: Reason, figures: StepStats) -> int | None:
+def _rank_of(reason: Reason, stats: StepStats) -> int | None:
     is_loss = reason in ("nonfinite_loss", "loss_spike")
-    values = figures.rank_losses if is_loss else figures.rank_grad_norms
+    values = stats.rank_losses if is_loss else stats.rank_grad_norms
     if reason in ("nonfinite_loss", "nonfinite_grad"):
         return next((rank for rank, v in enumerate(values) if not math.isfinite(v)), None)
     largest = max(values, default=0.0)
@@ -148,8 +149,8 @@ class GradientProbe:
 
     The probe shows on which rank a non-finite value occurs. The value propagates to the output of
     the embedding on that rank, whereas gradients that are summed over ranks do not show the rank.
-    The probe reads one tensor as large as a hidden state. It does not detect an overflow that
-    occurs only in the gradient of a parameter.
+    The cost is one norm of a hidden state per micro-batch. The probe does not detect an overflow
+    that occurs only in the gradient of a parameter. Its hook lives as long as the module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -18,22 +18,22 @@ from fsdpctl.comm.collectives import AsyncHostCopy, Collectives, count_flags
 from fsdpctl.io.run_files import PROFILE, RUN_CONFIG, SAVE, STOP
 
 REQUESTS = (STOP, SAVE, PROFILE)  # files in the run directory
-_INTERVAL = 1.0  # seconds between two polls of files: each is a request to a shared file system
+_POLL_SECONDS = 1.0  # each poll of files accesses a shared file system
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
     """The requests of one rank or of all ranks; the fields are in the order of `flags`."""
 
-    by_signal: bool = False  # stop
-    by_file: bool = False  # stop
-    by_clock: bool = False  # stop
+    stop_by_signal: bool = False
+    stop_by_file: bool = False
+    stop_by_clock: bool = False
     save: bool = False
     profile: bool = False
 
     @property
     def stops(self) -> bool:
-        return self.by_signal or self.by_file or self.by_clock
+        return self.stop_by_signal or self.stop_by_file or self.stop_by_clock
 
     @property
     def flags(self) -> tuple[bool, ...]:
@@ -48,20 +48,20 @@ class TimeLimit:
     """The time at which a run must stop so that everything is saved within its limit.
 
     A run stops when less time is left than twice the longest step plus three times the longest
-    save. Between two polls, one step runs, and on CUDA a second step is in flight. A save that was
-    due may have begun, and the last save follows; the time of a third save is a margin.
+    save. Two steps: one runs between two polls, and on CUDA a second one is in flight. Three saves:
+    one that was due may have begun, the last one follows, and a third one is a margin.
     The first step of a start, which compiles and allocates, does not count. The step in progress
     counts with its time so far.
     """
 
-    def __init__(self, seconds: float | None, started: float, longest_save: float) -> None:
+    def __init__(self, seconds: float | None, started: float, longest_save_seconds: float) -> None:
         """Set a limit of `seconds` after `started` (seconds since the epoch); None: no limit.
 
-        `longest_save` is the seconds of the longest save in earlier starts.
+        `longest_save_seconds` is that of earlier starts.
         """
         self._ends = None if seconds is None else started + seconds
         self._longest_step = 0.0
-        self._longest_save = longest_save
+        self._longest_save_seconds = longest_save_seconds
         self._num_steps = 0
 
     def add_step(self, seconds: float) -> None:
@@ -70,52 +70,44 @@ class TimeLimit:
             self._longest_step = max(self._longest_step, seconds)
 
     def add_save(self, seconds: float) -> None:
-        self._longest_save = max(self._longest_save, seconds)
+        self._longest_save_seconds = max(self._longest_save_seconds, seconds)
 
     def is_near(self, seconds: float = 0.0) -> bool:
         """Return whether it is time to stop, `seconds` into the current step."""
         if self._ends is None:
             return False
         step = max(self._longest_step, seconds)
-        return time.time() + 2 * step + 3 * self._longest_save >= self._ends
+        return time.time() + 2 * step + 3 * self._longest_save_seconds >= self._ends
 
 
 class RequestCollector:
     """The requests that this rank has received."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        limit: TimeLimit,
-        *,
-        is_main: bool,
-        stop_requested: Callable[[], bool],
-        check: Callable[[], None],
-    ) -> None:
-        """Collect the requests of a run; ranks other than rank 0 (`is_main`) poll signals only.
-
-        `check` is called before files are polled.
-        """
+        self, run_dir: Path, limit: TimeLimit, *, is_rank_0: bool,
+        stop_requested: Callable[[], bool], before_poll: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Collect the requests of a run; ranks other than rank 0 poll signals only."""
         self._run_dir = run_dir
-        self.limit, self._is_main = limit, is_main
-        self._stop_requested, self._check = stop_requested, check
+        self.limit, self._is_rank_0 = limit, is_rank_0
+        self._stop_requested, self._before_poll = stop_requested, before_poll
         self._reported: set[str] = set()  # files that `poll` has returned and that still exist
         self._polled_at = time.monotonic()
 
     def poll(self, seconds: float = 0.0) -> RequestFlags:
         """Return the current requests, `seconds` into the current step; return each file once."""
         by_signal = self._stop_requested()
-        if not self._is_main:
-            return RequestFlags(by_signal=by_signal)
+        if not self._is_rank_0:
+            return RequestFlags(stop_by_signal=by_signal)
         new = self._new_files()
         by_clock = self.limit.is_near(seconds)
         return RequestFlags(by_signal, STOP in new, by_clock, SAVE in new, PROFILE in new)
 
     def _new_files(self) -> Sequence[str]:
-        if time.monotonic() - self._polled_at < _INTERVAL:
+        if time.monotonic() - self._polled_at < _POLL_SECONDS:
             return ()
         self._polled_at = time.monotonic()
-        self._check()
+        self._before_poll()
         existing = [name for name in REQUESTS if (self._run_dir / name).exists()]
         new = [name for name in existing if name not in self._reported]
         self._reported |= set(new)
@@ -125,34 +117,37 @@ class RequestCollector:
         if name in self._reported and _remove(self._run_dir / name):
             self._reported.discard(name)
 
-    def remove_unwanted(self, *, last: bool) -> list[str]:
-        """Remove requests to an earlier start, or all if `last`; return a message for each."""
-        existing = [name for name in REQUESTS if self._is_main and (self._run_dir / name).exists()]
-        names = [name for name in existing if last or _is_older_than_start(self._run_dir, name)]
+    def remove_stale(self, *, at_end: bool) -> list[str]:
+        """Remove requests to an earlier start, or all `at_end`; return a message for each."""
+        if not self._is_rank_0:
+            return []
+        existing = [name for name in REQUESTS if (self._run_dir / name).exists()]
+        names = [name for name in existing if at_end or _is_older_than_start(self._run_dir, name)]
         for name in names:
             _remove(self._run_dir / name)
-        reason = "came after the last step" if last else "from before this start"
+        reason = "came after the last step" if at_end else "from before this start"
         return [f"{name}: request removed ({reason})" for name in names]
 
 
 class RequestSync:
-    """An exchange of requests between the ranks during validation and sampling."""
+    """An exchange of requests between the ranks during validation and sampling.
+
+    `lag` exchanges stay in flight, so that CUDA is not synchronized. All ranks must call
+    `should_continue` equally often.
+    """
 
     def __init__(
-        self,
-        poll: Callable[[], RequestFlags],
-        ranks: Collectives,
-        device: torch.device,
+        self, poll: Callable[[], RequestFlags], collectives: Collectives, device: torch.device,
         lag: int = 0,
-    ) -> None:
-        """Exchange the results of `poll()`, without waiting for the newest `lag` exchanges."""
+    ) -> None:  # fmt: skip
+        """Exchange the results of `poll()`."""
         self.received = RequestFlags()
-        self._poll, self._ranks, self._device, self._lag = poll, ranks, device, lag
+        self._poll, self._collectives, self._device, self._lag = poll, collectives, device, lag
         self._pending: deque[AsyncHostCopy] = deque()
 
     def should_continue(self) -> bool:
         """Exchange requests; return False if a rank has received a stop request. Collective."""
-        self._pending.append(count_flags(self._ranks, self._poll().flags, self._device))
+        self._pending.append(count_flags(self._collectives, self._poll().flags, self._device))
         return not self._receive(self._lag).stops
 
     def complete(self) -> RequestFlags:
@@ -173,7 +168,7 @@ def take_stop_request(run_dir: Path) -> bool:
     return True
 
 
-def stop_reason_at_start(run_dir: Path, seconds: float | None, started: float) -> str | None:
+def take_stop_reason(run_dir: Path, seconds: float | None, started: float) -> str | None:
     """Return why a start without a completed step must stop, or None; removes the file STOP."""
     if seconds is not None and time.time() >= started + seconds:
         return f"launch.time_limit={seconds:g} exceeded"
@@ -188,7 +183,7 @@ def _is_older_than_start(run_dir: Path, name: str) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a file; return False if it remains, so that its request is not repeated."""
+    """Remove a file; return whether it is gone. A request in a remaining file is not repeated."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
         return True

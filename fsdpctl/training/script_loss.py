@@ -18,7 +18,8 @@ from fsdpctl.models.module_spec import dtype_name
 from fsdpctl.models.packed_documents import copy_to_device
 from fsdpctl.run.step_metrics import RESERVED_NAMES
 
-_NAME, _MOST_SUMS = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
+_NAME = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}")
+_MAX_SUMS = 100
 
 
 def script_loss(
@@ -30,19 +31,19 @@ def script_loss(
     """
     dtype = model.compute_dtype
     with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-        total, count, *others = _check_result(
-            batch.data.loss(model, _to_device(batch.value, device))
-        )
+        result = batch.data.loss(model, _to_device(batch.value, device))
+        total, count, *others = _check_result(result)
     sums = check_sums(others[0]) if others else {}
     named.add(sums if batch.is_counted else dict.fromkeys(sums, 0.0))
+    # A batch that only pads: all ranks must run its backward, which adds nothing.
     return (total, count) if batch.is_counted else (0 * total, 0)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
     """Send the tensors of a batch to the device; containers keep their class."""
     if isinstance(value, Tensor):
-        is_plain = not value.is_cuda and value.layout is torch.strided
-        return copy_to_device(value, device) if is_plain else value.to(device)
+        can_pin = not value.is_cuda and value.layout is torch.strided
+        return copy_to_device(value, device) if can_pin else value.to(device)
     if callable(getattr(value, "to", None)):  # such as BatchEncoding, PackedSequence
         sent = value.to(device)
         return value if sent is None else sent
@@ -52,6 +53,7 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         copied: Any = copy(value)
         for name in (each.name for each in fields(value) if hasattr(value, each.name)):
+            # The dataclass may be frozen.
             object.__setattr__(copied, name, _to_device(getattr(value, name), device))
         return copied
     if isinstance(value, list | MutableMapping):
@@ -90,7 +92,7 @@ class NamedSums:
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] | None = None  # None: no pass has run
-        self._are_shared = False
+        self._names_checked = False
         self._sums: dict[str, float | Tensor] = {}
 
     def add(self, sums: Mapping[str, float | Tensor]) -> None:
@@ -102,17 +104,17 @@ class NamedSums:
             raise UsageError(f"loss: expected sums named {expected}, got {_listed(names)}")
         self._sums = {name: self._sums.get(name, 0.0) + each for name, each in sums.items()}
 
-    def take(self, ranks: Collectives, device: torch.device) -> Tensor:
+    def take(self, collectives: Collectives, device: torch.device) -> Tensor:
         """Return the sums of this rank in the order of their names, and reset them.
 
         The first call after a pass is collective: UsageError if the names of another rank differ.
         """
-        if self.names is not None and not self._are_shared:
-            for rank, names in enumerate(ranks.all_gather_values(self.names)):
+        if self.names is not None and not self._names_checked:
+            for rank, names in enumerate(collectives.all_gather_values(self.names)):
                 if names != self.names:
                     both = f"{_listed(self.names)}, rank {rank} {_listed(names)}"
-                    raise UsageError(f"loss: rank {ranks.rank} has sums named {both}")
-            self._are_shared = True
+                    raise UsageError(f"loss: rank {collectives.rank} has sums named {both}")
+            self._names_checked = True
         sums = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
         for index, name in enumerate(self.names or ()):
             sums[index] += self._sums.pop(name)
@@ -121,9 +123,9 @@ class NamedSums:
 
 def check_sums(sums: Any) -> dict[str, float | Tensor]:
     """Return the named sums of a loss function without gradients; UsageError if invalid."""
-    if not isinstance(sums, Mapping) or len(sums) > _MOST_SUMS:
+    if not isinstance(sums, Mapping) or len(sums) > _MAX_SUMS:
         got = len(sums) if isinstance(sums, Mapping) else type(sums).__name__
-        raise UsageError(f"loss: expected a dict of at most {_MOST_SUMS} named sums, got {got}")
+        raise UsageError(f"loss: expected a dict of at most {_MAX_SUMS} named sums, got {got}")
     return {_check_name(name): _to_number(name, value) for name, value in sums.items()}
 
 

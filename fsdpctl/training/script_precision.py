@@ -4,8 +4,8 @@ Note: the rule is that of Lightning and accelerate with FSDP. Parameters are gat
 floating-point inputs of the module are cast to bf16. The script's loss function runs under
 torch.autocast. Buffers keep their dtype and their values: statistics and position tables stay
 float32, in checkpoints too. If a submodule has floating-point buffers, its parameters are cast to
-the dtype of the buffers; parameters of a normalization without buffers are cast to float32. Kernels
-expect this combination, because parameters are float32 under autocast alone.
+the dtype of the buffers; parameters of a normalization without buffers are cast to float32. Under
+autocast alone, parameters stay float32, and kernels expect these dtypes.
 """
 
 import re
@@ -41,6 +41,10 @@ def widen_parameters(module: nn.Module) -> None:
 def _forward_widened(
     module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
+    """Run `forward` with cast parameters; gradients reach the originals through `to`.
+
+    Threads must not share the module, whose parameters are replaced meanwhile.
+    """
     params = module._parameters
     wide: dict[str, Any] = {
         name: param.to(dtype) if param is not None and param.is_floating_point() else param
@@ -62,10 +66,8 @@ def dtype_errors_as_usage(config: Config) -> Iterator[None]:
         if not (config.model.is_script_module and _DTYPE_ERROR.search(str(error))):
             raise
         dtype, frames = config.precision.param_dtype, traceback.extract_tb(error.__traceback__)
-        frames_of_script = [x for x in frames if not x.filename.startswith(_LIBRARIES)]
-        location = ""
-        if frames_of_script:
-            location = f"{frames_of_script[-1].filename}, line {frames_of_script[-1].lineno}: "
+        of_script = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        location = f"{of_script[-1].filename}, line {of_script[-1].lineno}: " if of_script else ""
         problem, hint = str(error).strip().splitlines()[0], "set precision=fp32, or cast there"
         if dtype == "float32":
             hint = "call module.float() before fsdpctl.train, or cast there"

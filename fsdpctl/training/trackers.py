@@ -3,8 +3,7 @@
 Note: a failed run repeats the steps after its checkpoint, with the same values, because a resume is
 exact. Each tracker continues its run and gets each value once. TensorBoard drops the values after
 the checkpoint. fsdpctl does not resend a value that is both in metrics.jsonl and in the tracker. It
-sends earlier values that a killed process had not sent. The run directory has the id of the run in
-trackers.
+sends earlier values that a killed process had not sent. The run directory has the trackers' run id.
 """
 
 import os
@@ -44,19 +43,19 @@ class _TensorBoard:
 
         folder = str(run_dir / TENSORBOARD)
         self._writer = SummaryWriter(folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
-        self._begin = step
+        self._checkpoint_step = step
 
     def is_stored(self, step: int, name: str) -> bool:
         """Return whether the tracker has stored a value in an earlier start."""
-        return step <= self._begin
+        return step <= self._checkpoint_step
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Store values without waiting for a server."""
-        for name, value in figures.items():
+        for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self, *, well: bool) -> None:
-        """Store the remaining values, which may take long; `well` is False if the run failed."""
+    def close(self, *, succeeded: bool) -> None:
+        """Store the remaining values, which may take long."""
         self._writer.close()
 
 
@@ -81,12 +80,13 @@ class _Wandb:
     def is_stored(self, step: int, name: str) -> bool:
         return step < self._first_unstored
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         self._newest = max(self._newest, step)
-        self._run.log(dict(figures), step=self._newest)
+        # wandb drops values of a lower step: late values go to its newest step.
+        self._run.log(dict(values), step=self._newest)
 
-    def close(self, *, well: bool) -> None:
-        self._run.finish(exit_code=0 if well else 1)
+    def close(self, *, succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if succeeded else 1)
 
 
 class _Trackio:
@@ -104,10 +104,10 @@ class _Trackio:
     def is_stored(self, step: int, name: str) -> bool:
         return self._last is None or step <= self._last
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
 
-    def close(self, *, well: bool) -> None:
+    def close(self, *, succeeded: bool) -> None:
         with redirect_stdout(StringIO()):
             self._run.finish()
 
@@ -132,14 +132,14 @@ class _Mlflow:
         query = f"tags.fsdpctl = '{run_id}'"
         runs = self._client.search_runs([experiment_id], query, max_results=1)
         if runs:
-            self._run = runs[0].info.run_id
-            self._client.update_run(self._run, status="RUNNING")
+            self._run_id = runs[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
         else:
             options = {"tags": {"fsdpctl": run_id}, "run_name": run_dir.name}
-            self._run = self._client.create_run(experiment_id, **options).info.run_id
+            self._run_id = self._client.create_run(experiment_id, **options).info.run_id
             params = [Param(name, x[:_MAX_PARAM]) for name, x in to_settings(config).items()]
             for start in range(0, len(params), _MAX_PARAMS):
-                self._client.log_batch(self._run, params=params[start : start + _MAX_PARAMS])
+                self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
         if is_default:
             del os.environ[_RETRIES]
         self._steps: dict[str, set[int]] = {}  # stored steps by name
@@ -150,24 +150,24 @@ class _Mlflow:
 
     def is_stored(self, step: int, name: str) -> bool:
         if name not in self._steps:
-            stored = self._client.get_metric_history(self._run, _mlflow_name(name))
+            stored = self._client.get_metric_history(self._run_id, _mlflow_name(name))
             # Later calls ask for later steps only.
             self._steps[name] = {each.step for each in stored if each.step >= step}
         return step in self._steps[name]
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._error is not None:
             raise self._error
         now = int(1000 * time.time())
-        for name, value in figures.items():
+        for name, value in values.items():
             self._queue.put(self._metric(_mlflow_name(name), value, now, step))
 
-    def close(self, *, well: bool) -> None:
+    def close(self, *, succeeded: bool) -> None:
         self._queue.put(None)
         self._sender.join()
         if self._error is not None:
             raise self._error
-        self._client.set_terminated(self._run, "FINISHED" if well else "FAILED")
+        self._client.set_terminated(self._run_id, "FINISHED" if succeeded else "FAILED")
 
     def _send(self) -> None:
         is_over = False
@@ -177,7 +177,7 @@ class _Mlflow:
                 values.append(self._queue.get())
             is_over = values[-1] is None
             try:
-                self._client.log_batch(self._run, metrics=values[: len(values) - is_over])
+                self._client.log_batch(self._run_id, metrics=values[: len(values) - is_over])
             except Exception as error:
                 self._error = error
                 return
@@ -202,8 +202,7 @@ class Trackers:
     ) -> None:
         """Start the trackers of a run that continues after `step`; `warn` gets failures.
 
-        `earlier` contains the last lines of metrics.jsonl, including the lines of steps that this
-        start repeats.
+        `earlier` contains the last lines of metrics.jsonl, also of steps that this start repeats.
         """
         self._warn = warn
         self._written: dict[int, set[str]] = {}  # names of values in `earlier`, by step
@@ -219,16 +218,16 @@ class Trackers:
     def log_line(self, line: Mapping[str, Any]) -> None:
         """Send the numbers of a line of metrics.jsonl to the trackers."""
         step = line["step"]
-        figures = {
+        values = {
             name: value
             for name, value in line.items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
-        repeated = self._written.get(step, set()) & figures.keys()
+        repeated = self._written.get(step, set()) & values.keys()
         for name, tracker in list(self._trackers.items()):
             with self._dropping(name):
                 stored = {x for x in repeated if tracker.is_stored(step, x)}
-                if new := {x: value for x, value in figures.items() if x not in stored}:
+                if new := {x: value for x, value in values.items() if x not in stored}:
                     tracker.log(step, new)
 
     def close(self, *, succeeded: bool) -> None:
@@ -243,9 +242,9 @@ class Trackers:
                 self._warn(f"log.trackers={name}: {problem}")
         self._trackers.clear()
 
-    def _close(self, name: str, tracker: Tracker, well: bool) -> None:
+    def _close(self, name: str, tracker: Tracker, succeeded: bool) -> None:
         with self._dropping(name):
-            tracker.close(well=well)
+            tracker.close(succeeded=succeeded)
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
@@ -279,6 +278,7 @@ def _next_wandb_step(logs: Sequence[Path]) -> int:
         with open(open_regular(log), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 8 * _BLOCK))
+            # An item in protobuf: the key _step, then its JSON value.
             steps = re.findall(rb"_step\x82\x01[\x01-\x14](\d+)", file.read())
         counts += [int(each) + (size % _BLOCK > 0) for each in steps]
     return max(counts)

@@ -22,7 +22,7 @@ from fsdpctl.optim.record import LocalStepStats, SpikeLimits, StepRecord, record
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
-from fsdpctl.training.decoder_loss import SourceLosses, summed_loss
+from fsdpctl.training.decoder_loss import SourceLosses, count_targets, summed_loss
 from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.script_loss import NamedSums, script_loss
 
@@ -41,8 +41,8 @@ class LaunchContext:
 
     stop_requested: Callable[[], bool]  # whether this rank received a stop signal
     started: float  # when the launch began, in seconds since the epoch
-    # Called after the first step, with a barrier of all ranks. Before that, a stop request ends
-    # this rank at once, because there is nothing to save.
+    # Called with a barrier function after the first step. Until then, a stop signal ends this rank
+    # at once, because there is nothing to save.
     on_first_step: Callable[[Callable[[], None]], None]
 
 
@@ -84,7 +84,7 @@ def launch_step(
     local_stats: Callable[[], LocalStepStats],
     is_traced: bool = False,
 ) -> LaunchedStep:
-    """Launch the step after `step` completed steps and `samples` samples. Collective.
+    """Launch the step after `step` launched steps and `samples` samples. Collective.
 
     The step is not applied if its values exceed `limits`. `local_stats()` is called after the
     backward passes and returns this rank's stop and save requests and gradient norm. While a
@@ -99,6 +99,8 @@ def launch_step(
     lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, config.train.steps)
     for group in parts.optimizer.param_groups:
         group["lr"] = lr
+    # Backward divides by the nominal token count, which is known early; `grad_scale` corrects the
+    # gradients to the real count, and clips them.
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
     if config.model.is_script_module:  # all ranks get the statistics that a checkpoint saves
@@ -123,11 +125,11 @@ def run_passes(
     local_stats: Callable[[], LocalStepStats] = LocalStepStats,
 ) -> StepRecord:
     """Run the passes of a step, as in `launch_step`; return its record. Collective."""
-    loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
+    loss_sum, tokens, nominal, extra_sums = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
     if parts.named_sums.names is not None:
-        sums = parts.named_sums.take(parts.model.collectives, parts.device)
-        by_source = torch.stack([sums, tokens.double().expand_as(sums)])
+        sums = parts.named_sums.take(parts.model.collectives, parts.device)  # collective at first
+        extra_sums = torch.stack([sums, tokens.double().expand_as(sums)])
     stats = local_stats()
     return record_step(
         parts.model,
@@ -135,7 +137,7 @@ def run_passes(
         tokens=tokens,
         nominal_tokens=nominal * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
-        local_stats=LocalStepStats(stats.flags, stats.grad_norm, by_source),
+        local_stats=LocalStepStats(stats.flags, stats.grad_norm, extra_sums),
         limits=limits,
     )
 
@@ -144,10 +146,10 @@ def finish_step(
     launched: LaunchedStep, device: torch.device, flops: ModelFlops, num_ranks: int
 ) -> StepMetrics:
     """Return the metrics of a launched step; waits for the device to complete it."""
-    figures, times = launched.record.stats(), launched.clock.times()
-    named = dict(zip(launched.named_sums, figures.source_losses, strict=False))
+    stats, times = launched.record.stats(), launched.clock.times()
+    named = dict(zip(launched.named_sums, stats.source_losses, strict=False))
     return StepMetrics(
-        launched.step, launched.samples, launched.tokens, figures, launched.lr, times,
+        launched.step, launched.samples, launched.tokens, stats, launched.lr, times,
         peak_memory(device), flops, num_ranks, named,
     )  # fmt: skip
 
@@ -158,8 +160,7 @@ def _run_micro_steps(
     """Run forward and backward of every micro-batch.
 
     Returns the sum of the losses of target tokens in float64, the number of target tokens, the
-    nominal number of tokens by which losses were divided, and the losses and tokens of each source
-    of a mixture.
+    nominal token count by which losses were divided, and losses and tokens by source of a mixture.
     """
     config, plan = parts.config, parts.train_batches.plan
     rank = parts.model.collectives.rank
@@ -178,28 +179,26 @@ def _run_micro_steps(
             chunk = config.train.loss_chunk_tokens or 0
             sources.start_forward()
             if batch.script_batch is not None:
-                loss, count = script_loss(
-                    parts.model, batch.script_batch, parts.device, parts.named_sums
-                )
+                sums = parts.named_sums
+                loss, count = script_loss(parts.model, batch.script_batch, parts.device, sums)
             else:
                 loss = summed_loss(parts.model, batch, parts.device, chunk)
-                count = int((batch.targets >= 0).sum())
+                count = count_targets(batch)
             sources.add(batch)
             (loss / nominal).backward()
         loss_sum += loss.detach()
-        tokens = tokens + count
+        tokens += count
         clock.lap("compute")
     return loss_sum, tokens, nominal, sources.sums()
 
 
 def reseed(*position: int) -> None:
-    """Seed the generators of torch, Python and NumPy from the position in the run.
+    """Seed the generators of torch, Python and NumPy, all of which datasets of scripts may use.
 
-    Datasets of scripts may use any of the three generators.
+    `position` is one in the run, such as seed, step, micro-batch and rank.
     """
-    seed = int.from_bytes(
-        hashlib.blake2b(repr(position).encode(), digest_size=8).digest(), "little"
-    )
+    digest = hashlib.blake2b(repr(position).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
     torch.manual_seed(seed >> 1)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

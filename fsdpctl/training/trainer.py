@@ -36,46 +36,49 @@ class Callback:
 
     saves_state = False  # whether `save` writes a checkpoint
 
-    def begin(self, run: "Trainer") -> None:
+    def begin(self, trainer: "Trainer") -> None:
         """Prepare for the first step of this start. Collective."""
 
-    def after_launch(self, run: "Trainer") -> None:
+    def after_launch(self, trainer: "Trainer") -> None:
         """React to a launched step, without waiting for the device. Collective."""
 
-    def inspect_gradients(self, run: "Trainer") -> None:
+    def inspect_gradients(self, trainer: "Trainer") -> None:
         """Inspect the reduced gradients of a step before they are applied. Not collective."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether `act` has work after `step`: the same on all ranks."""
+        """Return whether `act` has work after `step`: the same on all ranks.
+
+        On CUDA, the host waits for the device after such a step.
+        """
         return False
 
-    def step(self, run: "Trainer", metrics: StepMetrics) -> None:
+    def on_step(self, trainer: "Trainer", metrics: StepMetrics) -> None:
         """Handle the metrics of a completed step; steps come in order. Not collective."""
 
-    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+    def act(self, trainer: "Trainer", requested: RequestFlags) -> RequestFlags:
         """Do due or requested work; return `requested` with the requests received meanwhile.
 
         Collective.
         """
         return requested
 
-    def prepare(self, run: "Trainer") -> None:
+    def prepare_save(self, trainer: "Trainer") -> None:
         """Prepare for the first save, after a step is complete. Collective."""
 
-    def save(self, run: "Trainer", *, was_requested: bool = False) -> None:
+    def save(self, trainer: "Trainer", *, was_requested: bool = False) -> None:
         """Save the state after this step, unless it is saved already. Collective."""
 
-    def idle(self, run: "Trainer") -> None:
+    def idle(self, trainer: "Trainer") -> None:
         """Do cheap work between steps and between batches of a validation. Not collective."""
 
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
-        """Finish, even after a failure. Collective if `is_joint(error)`."""
+    def end(self, trainer: "Trainer", error: BaseException | None) -> None:
+        """Finish, even after a failure. Collective if `ends_together(error)`."""
 
     def finish_pending(self) -> None:
         """After a failure, let a checkpoint in progress complete as long as it makes progress."""
 
 
-def is_joint(error: BaseException | None) -> bool:
+def ends_together(error: BaseException | None) -> bool:
     """Return whether a run that ends with `error` ends on all ranks at the same step."""
     return error is None or isinstance(error, StoppedError | NonFiniteError | SelfCheckError)
 
@@ -116,9 +119,9 @@ class Trainer:
         callbacks: Sequence[Callback],
     ) -> None:
         """Continue after the steps of `progress`, with `callbacks` in the order of their hooks."""
-        config, ranks = parts.config, parts.model.collectives
+        config, collectives = parts.config, parts.model.collectives
         assert config.train.steps is not None
-        self.parts, self.ranks, self.journal = parts, ranks, journal
+        self.parts, self.collectives, self.journal = parts, collectives, journal
         self.total_steps = config.train.steps
         self.step = progress.step  # launched optimizer steps
         self.samples = progress.samples
@@ -129,17 +132,17 @@ class Trainer:
         self.lag = int(parts.device.type == "cuda")
         self._callbacks, self._context = callbacks, context
         self._queue: deque[LaunchedStep] = deque()
-        self._acted = progress.step  # the last step after which the callbacks have acted
-        self._handles_requests = False
+        self._acted_step = progress.step  # the last step after which the callbacks have acted
+        self._saves_on_stop = False
         self._rule = RejectionRule(config.train, progress)
         self._probe = GradientProbe(parts.model.module)
-        self._flops = model_flops(config, parts.model.module, parts.device, ranks.size)
+        self._flops = model_flops(config, parts.model.module, parts.device, collectives.size)
         self.requests = RequestCollector(
             parts.run_dir,
-            TimeLimit(config.launch.time_limit, context.started, journal.seconds_to_save),
-            is_main=ranks.rank == 0,
+            TimeLimit(config.launch.time_limit, context.started, journal.longest_save_seconds),
+            is_rank_0=collectives.rank == 0,
             stop_requested=context.stop_requested,
-            check=journal.check_in_place,
+            before_poll=journal.check_not_removed,
         )
 
     def run(self) -> None:
@@ -148,22 +151,22 @@ class Trainer:
             self._act(RequestFlags())  # runs a validation that is pending from an earlier start
             while not self.is_over():
                 self._launch()
-                is_due = self.is_over() or any(map(self.is_due, self._callbacks))
-                requested = self._report(0 if is_due else self.lag)
+                is_due = self.is_over() or any(map(self.has_due_work, self._callbacks))
+                requested = self._report_steps(0 if is_due else self.lag)
                 if requested.stops or requested.save:
-                    requested |= self._report(0)  # a save needs the newest step to be complete
+                    requested |= self._report_steps(0)  # a save needs a completed newest step
                 self._act(requested)
         if self.is_ending:
             self.requests.clear(STOP)
-        for line in self.requests.remove_unwanted(last=True):
+        for line in self.requests.remove_stale(at_end=True):
             self.journal.say(line)
-        self.journal.close()
+        self.journal.close_metrics()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         error: BaseException | None = None
         try:
-            for line in self.requests.remove_unwanted(last=False):
+            for line in self.requests.remove_stale(at_end=False):
                 self.journal.say(line)
             self._each(lambda callback: callback.begin(self))
             yield
@@ -172,8 +175,8 @@ class Trainer:
         for each in self._callbacks:
             try:
                 each.end(self, error)
-            except Exception as caught:
-                error = caught if is_joint(error) else error
+            except Exception as caught:  # replaces a regular end, but not an earlier failure
+                error = caught if ends_together(error) else error
         if error is not None:
             raise error
 
@@ -182,9 +185,9 @@ class Trainer:
 
     # ---- for callbacks -------------------------------------------------------------------
 
-    def is_due(self, callback: Callback) -> bool:
+    def has_due_work(self, callback: Callback) -> bool:
         """Return whether a callback has work after this step that it has not done yet."""
-        return self.step != self._acted and callback.is_due(self.step)
+        return self.step != self._acted_step and callback.is_due(self.step)
 
     def save(self, *, was_requested: bool = False) -> None:
         self._each(lambda callback: callback.save(self, was_requested=was_requested))
@@ -200,28 +203,31 @@ class Trainer:
         return progress.best is not None and progress.best.step == self.step
 
     def progress(self) -> Progress:
-        data, validated = self.parts.data.fingerprint, (self.owes_validation, self.best)
-        rejected = self._rule.num_rejected, list(self._rule.accepted)
-        return Progress(self.step, self.samples, data, *validated, *rejected)
+        """Return the progress for a checkpoint. No step may be in flight: it has no results yet."""
+        return Progress(
+            self.step, self.samples, self.parts.data.fingerprint,
+            owes_validation=self.owes_validation, best=self.best,
+            num_skips=self._rule.num_rejected, accepted=list(self._rule.accepted),
+        )  # fmt: skip
 
     def request_sync(self, lag: int = 0) -> RequestSync:
-        return RequestSync(self.requests.poll, self.ranks, self.parts.device, lag)
+        return RequestSync(self.requests.poll, self.collectives, self.parts.device, lag)
 
     def idle(self) -> None:
         self._each(lambda callback: callback.idle(self))
 
-    def handle_requests(self) -> None:
+    def enable_saving_on_stop(self) -> None:
         """From now on, a stop request saves before it ends the run. Collective, once."""
-        if not self._handles_requests:
-            self._handles_requests = True
-            self._each(lambda callback: callback.prepare(self))
-            self._context.on_first_step(self.ranks.barrier)
+        if not self._saves_on_stop:
+            self._saves_on_stop = True
+            self._each(lambda callback: callback.prepare_save(self))
+            self._context.on_first_step(self.collectives.barrier)
 
     # ---- the three phases ----------------------------------------------------------------
 
     def _launch(self) -> None:
         began = time.perf_counter()
-        STATUS_PAGE.at("data", self.step + 1 if self._handles_requests else None)
+        STATUS_PAGE.at("data", self.step + 1 if self._saves_on_stop else None)
 
         def local_stats() -> LocalStepStats:
             self._each(lambda callback: callback.inspect_gradients(self))
@@ -229,61 +235,58 @@ class Trainer:
             return LocalStepStats(flags, self._probe.take())
 
         launched = launch_step(
-            self.parts,
-            self.step,
-            self.samples,
-            limits=self._rule.limits(self.step + 1),
-            local_stats=local_stats,
-            is_traced=self.is_traced,
-        )
+            self.parts, self.step, self.samples, limits=self._rule.limits(self.step + 1),
+            local_stats=local_stats, is_traced=self.is_traced,
+        )  # fmt: skip
         self.step, self.samples = launched.step, launched.samples
         self._queue.append(launched)
         self._each(lambda callback: callback.after_launch(self))
         if self.step % _STEPS_BETWEEN_GC == 0:
             gc.collect()
 
-    def _report(self, keep: int) -> RequestFlags:
+    def _report_steps(self, in_flight: int) -> RequestFlags:
+        """Wait for launched steps, except the newest `in_flight`, and report their metrics."""
         requested = RequestFlags()
-        while len(self._queue) > keep:
+        while len(self._queue) > in_flight:
             STATUS_PAGE.at("step results")
             launched = self._queue.popleft()
-            metrics = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
+            metrics = finish_step(launched, self.parts.device, self._flops, self.collectives.size)
             requested |= RequestFlags(*metrics.stats.flags)
             for each in self._callbacks:
-                each.step(self, metrics)
+                each.on_step(self, metrics)
             self.requests.limit.add_step(metrics.times.total)
             rejected = self._rule.evaluate(metrics.step, metrics.stats, launched.limits)
             if rejected is not None:
                 batches = self.parts.train_batches
                 position = launched.samples - batches.plan.global_batch_size
-                self.journal.write(rejected.to_line(batches, position))
+                self.journal.write_metrics(rejected.to_line(batches, position))
                 if rejected.action == "stop":
                     raise self._rule.as_error(rejected)
                 self.journal.say(rejected.message)
-            self.handle_requests()
+            self.enable_saving_on_stop()
         return requested
 
     def _act(self, requested: RequestFlags) -> None:
         """Do due and requested work after this step; StoppedError if a stop was requested."""
         for each in self._callbacks:
             requested = each.act(self, requested)
-        self._acted = self.step
+        self._acted_step = self.step
         self.idle()
         self.is_ending = requested.stops
         if requested.stops and (not self.is_over() or self.owes_validation):
             self.requests.clear(STOP)
-            raise StoppedError(self._reason(requested))
+            raise StoppedError(self._stop_reason(requested))
 
     def _each(self, hook: Callable[[Callback], None]) -> None:
         for each in self._callbacks:
             hook(each)
 
-    def _reason(self, requested: RequestFlags) -> str:
+    def _stop_reason(self, requested: RequestFlags) -> str:
         saved = ", saved" * any(each.saves_state for each in self._callbacks)
         cause = ""
-        if requested.by_clock:
+        if requested.stop_by_clock:
             cause = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"
-        elif requested.by_file:
+        elif requested.stop_by_file:
             cause = f"; requested by {self.parts.run_dir / STOP}"
         pending = "; its validation is pending" if self.owes_validation else ""
         return f"stopped at step {self.step} of {self.total_steps}{saved}{cause}{pending}"

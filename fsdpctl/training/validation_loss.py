@@ -16,7 +16,7 @@ from fsdpctl.data.script_data import ScriptData
 from fsdpctl.models.packed_documents import copy_to_device
 from fsdpctl.models.transformers_decoder import Decoder, eval_mode
 from fsdpctl.run.step_metrics import finite
-from fsdpctl.training.decoder_loss import documents_of, summed_loss
+from fsdpctl.training.decoder_loss import count_targets, documents_of, summed_loss
 from fsdpctl.training.script_loss import NamedSums, script_loss
 from fsdpctl.training.train_step import reseed
 
@@ -53,7 +53,9 @@ def validation_loss(
     `should_continue(NUMBER)` after each global batch, which must return the same on all ranks. If
     it returns False, the validation ends and returns None.
     """
-    sums, named_totals, named, num_batches = {}, list[float](), NamedSums(), 0
+    sums: dict[str, list[float]] = {}  # loss and tokens by source
+    named, named_totals = NamedSums(), list[float]()
+    num_batches = 0
     for name, part in batches.by_source().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
@@ -67,12 +69,13 @@ def validation_loss(
             num_batches += 1
             if not should_continue(num_batches):
                 return None
+        # All ranks have run a pass, so they agree on whether `take` is collective.
         total = torch.cat([total, named.take(collectives, device)])
         reduced = collectives.all_reduce(total).tolist()
         sums[name], named_totals = reduced[:2], reduced[2:]
     tokens = sum(count for _, count in sums.values())
     sums[""] = [sum(loss for loss, _ in sums.values()), tokens]
-    # A loss mask may exclude all tokens.
+    # "" is the total of all sources. A loss mask may exclude all tokens.
     means = {name: loss / count if count else math.nan for name, (loss, count) in sums.items()}
     quotients = [total / tokens if tokens else math.nan for total in named_totals]
     named_means = dict(zip(named.names or (), quotients, strict=True))
@@ -84,7 +87,7 @@ def _pass_loss(
 ) -> tuple[Tensor, int | Tensor]:
     if batch.script_batch is not None:
         return script_loss(model, batch.script_batch, device, named)
-    count = int((batch.targets != IGNORE_INDEX).sum())
+    count = count_targets(batch)
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens), count
     tokens = copy_to_device(batch.tokens, device)

@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 
 MODULE = "fsdpctl.training.worker"
 MEASURE_ONLY = "measure"  # last argument: run only steps, without output
-STATUS_FILE = "FSDPCTL_PAGES"  # environment variable: the file with the status of this host's ranks
+# Environment variables.
+STATUS_FILE = "FSDPCTL_STATUS_FILE"  # the file with the status of this host's ranks
+STARTED = "FSDPCTL_STARTED"  # when the launch began, in seconds since the epoch; for a time limit
+LAUNCHER = "FSDPCTL_LAUNCHER"  # process ID
 
 _PR_SET_PDEATHSIG = 1
 
-_CHECK_SECONDS, _POLL_SECONDS, _SIGNAL_SECONDS = 1.0, 0.5, 0.3
+_STOP_FILE_SECONDS = 1.0  # between polls of the file STOP
+_ANSWER_SECONDS = 0.5  # between polls for a watchdog's request
+_SIGNAL_SECONDS = 0.3  # in which a signal reaches all ranks
 _stop_signal: int | None = None
 _can_save = threading.Event()  # a step is completed
 
@@ -41,18 +46,17 @@ def _request_stop(signum: int, frame: FrameType | None) -> None:
     _stop_signal = signum
 
 
-def exit_with_launcher() -> None:
+def die_with_launcher() -> None:
     """Have the kernel kill this worker, and its children, when its launcher exits.
 
-    The worker then exits without saving: a peer may be gone or suspended, and the last checkpoint
-    is complete. Until the first step is completed, a stop request ends the worker at once, even
-    while it waits or compiles.
+    The worker then exits without saving: a peer may be gone, and the last checkpoint is complete.
     """
+    # Until the first step is completed, a stop request ends the worker at once, even in a wait.
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)
-    if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
+    if os.getppid() != int(os.environ.get(LAUNCHER, os.getppid())):
         sys.exit(1)  # the launcher exited before the call above
 
 
@@ -64,8 +68,7 @@ def _die_with_parent() -> None:
 def _handle_signals(wait_for_all: Callable[[], None]) -> None:
     """From now on, let the worker complete the step and save after a stop signal.
 
-    If a signal ended another rank before that rank called this function, waiting for it fails. This
-    rank has received the same signal, or receives it in a moment, and also ends by it.
+    If a signal has ended another rank, the barrier fails; this rank then ends by the same signal.
     """
     for signum in STOP_SIGNALS:
         signal.signal(signum, _request_stop)
@@ -80,13 +83,13 @@ def _handle_signals(wait_for_all: Callable[[], None]) -> None:
     _can_save.set()
 
 
-def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
+def _watch_for_early_stop(run_dir: Path, seconds: float | None, started: float) -> None:
     """Until a step is completed, end all ranks on a STOP file or at the time limit."""
     from fsdpctl.errors import StoppedError
-    from fsdpctl.training.requests import stop_reason_at_start
+    from fsdpctl.training.requests import take_stop_reason
 
-    while not _can_save.wait(_CHECK_SECONDS):
-        if (reason := stop_reason_at_start(run_dir, seconds, started)) is not None:
+    while not _can_save.wait(_STOP_FILE_SECONDS):
+        if (reason := take_stop_reason(run_dir, seconds, started)) is not None:
             error = StoppedError(f"stopped before there was anything to save ({reason})")
             report_error(error)
             _exit_now(error.exit_code)
@@ -107,7 +110,7 @@ def report_error(error: BaseException) -> None:
     get_error_handler().record_exception(error)
 
 
-def _train(
+def _join_and_train(
     run_dir: Path, store: "Store | None", task: "ScriptTask | None", *, only_measures: bool
 ) -> None:
     import psutil
@@ -126,10 +129,10 @@ def _train(
         report_error(error)
         raise
     config = plan.config
-    started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
+    started = float(os.environ.get(STARTED) or psutil.Process().create_time())
     if int(os.environ["RANK"]) == 0:
         args = (run_dir, config.launch.time_limit, started)
-        threading.Thread(target=_watch_start, args=args, daemon=True).start()
+        threading.Thread(target=_watch_for_early_stop, args=args, daemon=True).start()
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
         torch.use_deterministic_algorithms(True)
@@ -152,7 +155,10 @@ def _run(
     from fsdpctl.training.callbacks.memory import write_snapshot
     from fsdpctl.training.train_step import LaunchContext
 
-    context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
+    context = LaunchContext(
+        stop_requested=lambda: _stop_signal is not None, started=started,
+        on_first_step=_handle_signals,
+    )  # fmt: skip
     options = {"shows": not only_measures, "only_measures": only_measures}
     trainer, config = None, plan.config
     try:
@@ -198,13 +204,13 @@ def _answer_watchdog() -> None:
     from fsdpctl.comm.rank_status import STATUS_PAGE
 
     while not STATUS_PAGE.answer_request():
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_ANSWER_SECONDS)
 
 
 def main() -> None:
-    """Train as config.yaml in the run directory says, and exit with the code of the outcome."""
-    exit_with_launcher()
-    _work(Path(sys.argv[1]), only_measures=MEASURE_ONLY in sys.argv[2:])
+    """Train as config.yaml configures, and exit with the code of the outcome."""
+    die_with_launcher()
+    _run_and_exit(Path(sys.argv[1]), only_measures=MEASURE_ONLY in sys.argv[2:])
 
 
 def become_rank(run_dir: Path, store: "Store", task: "ScriptTask | None" = None) -> None:
@@ -214,11 +220,11 @@ def become_rank(run_dir: Path, store: "Store", task: "ScriptTask | None" = None)
     """
     # A script that is the only rank may have no launcher to exit with.
     if task is None or os.environ["WORLD_SIZE"] != "1":
-        exit_with_launcher()
-    _work(run_dir, store, task)
+        die_with_launcher()
+    _run_and_exit(run_dir, store, task)
 
 
-def _work(
+def _run_and_exit(
     run_dir: Path,
     store: "Store | None" = None,
     task: "ScriptTask | None" = None,
@@ -234,7 +240,7 @@ def _work(
 
     start_status()
     try:
-        _train(run_dir, store, task, only_measures=only_measures)
+        _join_and_train(run_dir, store, task, only_measures=only_measures)
     except FsdpctlError as error:
         if store is not None and rank == 0:  # no launcher of fsdpctl prints the error
             os.write(terminal, f"fsdpctl: {one_line(str(error))}\n".encode())

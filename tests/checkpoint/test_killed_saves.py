@@ -52,7 +52,7 @@ def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:
 
 def save(saver: Checkpoints, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:
     saver.save(at(model, optimizer, step))
-    saver.finish(at(model, optimizer, step))
+    saver.complete_save(at(model, optimizer, step))
     assert saver.fraction_written is None
 
 

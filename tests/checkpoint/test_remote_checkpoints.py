@@ -284,7 +284,7 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
     monkeypatch.setattr(RemoteCheckpoints, "upload", wait)
     for step, folder in zip(STEPS, folders(run), strict=True):
         uploads.add(folder, step)
-        wait_for(lambda: uploads.busy is not None)
+        wait_for(lambda: uploads.uploading is not None)
     uploads.remove_old()
     assert complete_checkpoints(run / CHECKPOINTS) == [  # it is busy with the first
         step_folder(run / CHECKPOINTS, step) for step in (10, 30, 40)

@@ -60,7 +60,7 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
     later.idle(run)
     assert later.fraction_written == 0.0
     may_write.set()
-    later.finish(run)
+    later.complete_save(run)
     assert later.fraction_written is None
     first, second = (whole_tensors(step_folder(tmp_path / CHECKPOINTS, n)) for n in (1, 2))
     assert first.keys() == second.keys()
@@ -84,7 +84,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     run = at(model, optimizer, 2)
     saver.save(run)
     with pytest.raises(FsdpctlError, match=r"step-00000002: could not be written: rank-00001"):
-        saver.finish(run)
+        saver.complete_save(run)
     names = sorted(each.name for each in (tmp_path / CHECKPOINTS).iterdir())
     assert names == [LATEST, "step-00000001"]
     read_everything(tmp_path / CHECKPOINTS / LATEST)

@@ -15,7 +15,7 @@ from fsdpctl.commands.sample import sample_text
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from fsdpctl.engine import blocks
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.training.callbacks.generation import Sampling, draw
+from fsdpctl.training.callbacks.generation import Sampling, sample_token
 from tests.checkpoint.test_gguf import sharded
 from tests.commands.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -72,7 +72,7 @@ def test_tokens_are_drawn_as_asked():
     generator = torch.Generator().manual_seed(0)
 
     def drawn(**about: Any) -> set[int]:
-        return {draw(logits, Sampling(0, **about), generator) for _ in range(300)}
+        return {sample_token(logits, Sampling(0, **about), generator) for _ in range(300)}
 
     assert drawn(temperature=0.0) == {1}
     assert drawn(temperature=1.0, top_p=0.6) == {1}  # which alone has two thirds of the odds

@@ -140,7 +140,9 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     assert calls["role_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
     calls = calls_of(
-        lambda: following.append(restarts.settle_for_nodes(begun, [0], QUIET.result, is_stuck=True))
+        lambda: following.append(
+            restarts.settle_for_nodes(begun, [0], QUIET.result, made_no_progress=True)
+        )
     )
     assert following[0] is not None
     assert following[0].launch.nproc_per_node == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.launch.prepare_run import is_finished
+from fsdpctl.launch.prepare_run import report_if_finished
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.directory import RunDirState, StartKind
 
@@ -17,5 +17,5 @@ from fsdpctl.run.directory import RunDirState, StartKind
 def test_a_finished_run_names_the_key_that_makes_it_longer(length, key):
     config = stored_config(compose_config(length).config)
     said: list[str] = []
-    assert is_finished(RunDirState(config, StartKind.FINISHED, 12), said.append)
+    assert report_if_finished(RunDirState(config, StartKind.FINISHED, 12), said.append)
     assert said[1].startswith(f"set a larger {key} to continue")

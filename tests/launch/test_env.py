@@ -81,7 +81,7 @@ def test_a_hang_is_named_under_torchrun(tmp_path, rank, kind):
     started = _torchrun(tmp_path, ["--nproc-per-node=2"], *_HANGS, env=_fault(tmp_path, rank, kind))
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 1
-    _check_report(said, rank, f"rank {1 - rank} waits for it")
+    _check_report(said, rank, f"rank {1 - rank} waits in")
     stacks = tmp_path / "run" / "logs" / f"rank-{rank:05d}.log"
     assert "tests/faults/plant.py" in stacks.read_text()
     seconds = stacks.stat().st_mtime - (tmp_path / "hangs").stat().st_mtime
@@ -118,5 +118,5 @@ def test_a_hang_is_named_among_hosts_without_a_run_directory(tmp_path, launcher,
             started[1].kill()
         said += [one.communicate(timeout=_SECONDS)[0] for one in started[each:]]
     assert 0 not in [one.returncode for one in started]
-    others = f"{2 * each - 1} ranks wait for it, rank \\d" if each > 1 else "rank 0 waits for it"
+    others = f"{2 * each - 1} ranks wait, rank \\d" if each > 1 else "rank 0 waits in"
     _check_report("".join(said), hangs, others)

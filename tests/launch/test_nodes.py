@@ -25,7 +25,7 @@ from fsdpctl.launch.addresses import (
     local_address,
     resolve_endpoint,
 )
-from fsdpctl.launch.handshake import Handshake, Invitation, _check_directory, difference
+from fsdpctl.launch.handshake import Handshake, Invitation, _check_directory, describe_difference
 from fsdpctl.launch.nodes import NodeLauncher, RestartRound
 from fsdpctl.launch.outcome import Failure, NodeOutcome
 from fsdpctl.launch.workers import _environment, launch_workers
@@ -72,7 +72,7 @@ def together(count: int, act: Callable[[NodeLauncher], object]) -> list[Future[o
 
     with ThreadPoolExecutor(count) as pool:
         results = [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
-    for each in sorted(found, key=lambda nodes: -nodes.node):  # the store goes last
+    for each in sorted(found, key=lambda nodes: -nodes.node_rank):  # the store goes last
         each.leave()
     return results
 
@@ -80,11 +80,11 @@ def together(count: int, act: Callable[[NodeLauncher], object]) -> list[Future[o
 def test_all_nodes_start_if_all_can(tmp_path: Path) -> None:
     def act(nodes: NodeLauncher) -> object:
         meeting = nodes.handshake
-        if nodes.node == 0:
+        if nodes.node_rank == 0:
             meeting.invite(tmp_path, 1)
             return str(tmp_path)
         launch = LaunchConfig(nproc_per_node=1)
-        return meeting.accept(lambda plan: difference(plan, launch)).run_dir
+        return meeting.accept(lambda plan: describe_difference(plan, launch, "node")).run_dir
 
     assert [each.result() for each in together(3, act)] == [str(tmp_path)] * 3
     assert not list(tmp_path.iterdir())  # what they looked for is gone
@@ -92,10 +92,12 @@ def test_all_nodes_start_if_all_can(tmp_path: Path) -> None:
 
 def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
     def act(nodes: NodeLauncher) -> object:
-        if nodes.node == 0:
+        if nodes.node_rank == 0:
             nodes.handshake.invite(tmp_path, 2)
-        launch = LaunchConfig(nproc_per_node=nodes.node + 1)
-        return nodes.node == 0 or nodes.handshake.accept(lambda plan: difference(plan, launch))
+        launch = LaunchConfig(nproc_per_node=nodes.node_rank + 1)
+        return nodes.node_rank == 0 or nodes.handshake.accept(
+            lambda plan: describe_difference(plan, launch, "node")
+        )
 
     for each in together(3, act):
         with pytest.raises(UsageError, match=r"^node 2 .*nproc_per_node=3: expected 2, as on"):
@@ -103,22 +105,22 @@ def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
 
 
 def test_a_different_directory_of_the_same_name_is_detected(tmp_path: Path) -> None:
-    said = _check_directory(Invitation(run_dir=str(tmp_path), token="1234"))
+    said = _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node")
     assert "all nodes need the same directory" in said
     (tmp_path / "handshake").write_text("4321")
-    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234")) == said
+    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node") == said
     (tmp_path / "handshake").write_text("1234")
-    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234")) == ""
+    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node") == ""
 
 
 def test_different_programs_are_detected() -> None:
     mine = LaunchConfig(nproc_per_node=1)
-    assert "on node 0" in difference(Invitation(versions="fsdpctl 7"), mine)
+    assert "on node 0" in describe_difference(Invitation(software="fsdpctl 7"), mine, "node")
 
 
 def test_all_nodes_report_why_node_0_does_not_start() -> None:
     def act(nodes: NodeLauncher) -> object:
-        if nodes.node == 0:
+        if nodes.node_rank == 0:
             nodes.handshake.cancel("model.num_heads=5: must divide")
             return None
         return nodes.handshake.accept(lambda plan: "")
@@ -135,11 +137,11 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
     failure = Failure(2, "there", -9, "", 1)
 
     def act(nodes: NodeLauncher) -> object:
-        if nodes.node == 1:
+        if nodes.node_rank == 1:
             nodes.is_reporter = False  # its launcher is gone, without a word
             return None
-        found = nodes.exchange_outcomes(0, NodeOutcome((failure,) if nodes.node == 2 else ()))
-        failed = nodes.node == 2 or nodes.has_failed_elsewhere(0)
+        found = nodes.exchange_outcomes(0, NodeOutcome((failure,) if nodes.node_rank == 2 else ()))
+        failed = nodes.node_rank == 2 or nodes.has_failed_elsewhere(0)
         return found.failures, found.unreachable_nodes, failed
 
     first, _, third = together(3, act)
@@ -149,11 +151,11 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
     def act(nodes: NodeLauncher) -> object:
-        if nodes.node == 0:
+        if nodes.node_rank == 0:
             nodes.announce_next_round(0, RestartRound([0, 2], 1))
-            return (nodes.node_index, len(nodes.members))
+            return (nodes.group_rank, len(nodes.nodes))
         following = nodes.wait_for_next_round(0)
-        return (nodes.node_index, len(nodes.members)) if nodes.node in following.nodes else None
+        return (nodes.group_rank, len(nodes.nodes)) if nodes.node_rank in following.nodes else None
 
     assert [each.result() for each in together(3, act)] == [(0, 2), None, (1, 2)]
 
@@ -205,7 +207,7 @@ OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.9", "fd00::9", "fe80::9%eth0
 def test_an_endpoint_may_be_of_either_family(monkeypatch, endpoint, known, own, expected):
     found = [(0, 0, 0, "", place) for place in known]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
-    monkeypatch.setattr("fsdpctl.launch.addresses._addresses", lambda: own)
+    monkeypatch.setattr("fsdpctl.launch.addresses._addresses_by_interface", lambda: own)
     assert resolve_endpoint(endpoint, for_others=True) == (expected, 1)
 
 

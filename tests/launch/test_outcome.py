@@ -114,7 +114,7 @@ GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1
      "node 1 is unreachable; ranks 0, 1 stopped"),
     (NodeOutcome(tuple(failure(rank, -9) for rank in range(8)), hang="no progress: rank 8"),
      {1: "b"}, "node 1 on b is unreachable; ranks 0, 1, 2, 3, 4 and 3 more stopped"),
-    (NodeOutcome(were_killed=True), {1: "b", 2: "c"},
+    (NodeOutcome(killed_for_other_node=True), {1: "b", 2: "c"},
      "nodes 1 on b, 2 on c are unreachable; the ranks of this node stopped"),
     (NodeOutcome((failure(0, 1, "data.path=x: damaged"),)), {1: "b"}, "rank 0 on h: data.path=x:"),
     (NodeOutcome((failure(0, 1, GLOO), failure(1, -9))), {1: "b"},
@@ -124,7 +124,9 @@ GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1
 def test_a_lost_node_is_named_unless_a_rank_failed_by_itself(ended, silent, named):
     outcome = RoundOutcome.combine({0: ended}, 0, silent)
     title = (
-        f"{outcome.lost_nodes}; {outcome.stopped_ranks}" if outcome.lost_nodes else outcome.reason
+        f"{outcome.unreachable_text}; {outcome.stopped_text}"
+        if outcome.unreachable_text
+        else outcome.reason
     )
     assert title.startswith(named)
     assert outcome.reason.startswith(named.partition(";")[0])

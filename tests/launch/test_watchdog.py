@@ -31,7 +31,7 @@ LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
 
 def state(rank: int, **changes: object) -> RankState:
     fields: dict[str, object] = {
-        "process_state": "S", "seconds": 9.0, "step": 3, "phase": "reduce blocks.1",
+        "process_state": "S", "silent_seconds": 9.0, "step": 3, "phase": "reduce blocks.1",
         "is_waiting": True,
     }  # fmt: skip
     return RankState(rank, "host", **{**fields, **changes})  # type: ignore[arg-type]
@@ -90,10 +90,12 @@ def test_a_report_names_rank_step_place_and_collective():
     )
     assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
     assert "gloo:all_reduce of 4 in world" in said
-    assert said.endswith("for 9 s; rank 0 waits for it in reduce blocks.1, step 3")
-    said = describe_hang([state(0), state(1, is_waiting=False), state(2)], 32, is_usual=False)
+    assert said.endswith("for 9 s; rank 0 waits in reduce blocks.1, step 3")
+    said = describe_hang(
+        [state(0), state(1, is_waiting=False), state(2)], 32, before_first_step=True
+    )
     assert "for more than 32 s before its first step" in said
-    assert "; 2 ranks wait for it, rank 0 in" in said
+    assert "; 2 ranks wait, rank 0 in" in said
 
 
 def _sleeper() -> "subprocess.Popen[bytes]":

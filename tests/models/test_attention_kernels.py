@@ -142,7 +142,7 @@ def test_text_is_generated_without_cudnn():
             return torch.zeros(1, tokens.shape[1], 5)
 
     about: dict[str, Any] = {"context": 4, "sampling": Sampling(0), "device": torch.device("cpu")}
-    assert len(list(generate(Model(), [1], range(3), **about, caches=False))) == 3
+    assert len(list(generate(Model(), [1], range(3), **about, use_cache=False))) == 3
     assert asked == [False] * 3
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

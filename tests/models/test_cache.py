@@ -37,4 +37,4 @@ def test_text_longer_than_the_context_is_the_same(name):
     about: dict[str, Any] = {"context": 16, "sampling": Sampling(3), "device": torch.device("cpu")}
     with_cache = list(generate(model, [1, 2, 3], range(30), **about))
     assert lengths == [3, *[1] * 13, *[16] * 16]
-    assert with_cache == list(generate(model, [1, 2, 3], range(30), **about, caches=False))
+    assert with_cache == list(generate(model, [1, 2, 3], range(30), **about, use_cache=False))

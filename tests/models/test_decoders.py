@@ -235,7 +235,9 @@ def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
     about: dict[str, Any] = {"context": 32, "sampling": Sampling(0, temperature=0), "device": CPU}
-    results = [[*generate(module, [1, 2, 3], range(8), **about, caches=x)] for x in (True, False)]
+    results = [
+        [*generate(module, [1, 2, 3], range(8), **about, use_cache=x)] for x in (True, False)
+    ]
     assert results[0] == results[1]
 
 

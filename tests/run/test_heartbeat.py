@@ -40,12 +40,12 @@ def test_heartbeats_are_written_while_nothing_happens(tmp_path):
 
 def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
     heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
-    heartbeat.step(RUN, done(10))
+    heartbeat.on_step(RUN, done(10))
     first = read_heartbeat(tmp_path)
     assert first is not None
     assert (first.step, first.seconds_per_step) == (10, None)
     time.sleep(0.02)
-    heartbeat.step(RUN, done(12))
+    heartbeat.on_step(RUN, done(12))
     heartbeat.end(RUN, RuntimeError("x" * 10_000))
     record = read_heartbeat(tmp_path)
     assert record is not None

@@ -52,7 +52,7 @@ def configured(**about: Any) -> Config:
 
 def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) -> Journal:
     (folder / LOGS).mkdir(exist_ok=True)
-    return Journal(config, folder, step, is_main=rank == 0, shows=rank == 0)
+    return Journal(config, folder, step, is_rank_0=rank == 0, shows=rank == 0)
 
 
 @pytest.mark.parametrize(("error", "state"), [
@@ -70,7 +70,7 @@ def test_ranks_end_together_once_the_upload_is_done(
     checkpoints = Checkpoints(config, ranks, journal, (), uploads=rank == 0)
     heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
     if rank == 0:
-        journal.write({"step": 7, "loss": 1.0})
+        journal.write_metrics({"step": 7, "loss": 1.0})
         checkpoints._uploads.add(fake_checkpoints(tmp_path / "checkpoints", 7)[0], 7)
     for each in (checkpoints, heartbeat):
         each.end(RUN, error)
@@ -79,7 +79,7 @@ def test_ranks_end_together_once_the_upload_is_done(
         record = read_heartbeat(tmp_path)
         assert record is not None
         assert (record.state, record.message) == (state, "" if error is None else str(error))
-    journal.close()
+    journal.close_metrics()
 
 
 @distributed(world_size=2)
@@ -125,7 +125,7 @@ def test_values_reach_the_trackers_and_a_failed_tracker_is_lines(tmp_path, monke
     journal = journal_in(tmp_path, configured(log=log), 5)
     sent: list[Any] = []
     monkeypatch.setattr(journal.trackers, "log_line", sent.append)
-    journal.write({"step": 6, "loss": 1.0})
+    journal.write_metrics({"step": 6, "loss": 1.0})
     warning = "log.trackers=tensorboard: no room; the run continues without it"
     assert warning in capsys.readouterr().out
     journal.warn("odd")
@@ -133,7 +133,7 @@ def test_values_reach_the_trackers_and_a_failed_tracker_is_lines(tmp_path, monke
     assert lines(tmp_path) == sent == [{"step": 6, "loss": 1.0}]
     warnings = [f"step 5: {warning}", "step 6: odd", "step 4: saved, but late"]
     assert read_start_events(tmp_path)[-1].warnings == warnings
-    journal.close()
+    journal.close_metrics()
     journal.warn("late")  # of a thread, after the end
 
 
@@ -142,7 +142,7 @@ def test_a_run_directory_that_is_lost_is_an_error(tmp_path, way):
     run = tmp_path / "run"
     run.mkdir()
     journal = journal_in(run, configured())
-    journal.check_in_place()
+    journal.check_not_removed()
     if way == "deleted":
         shutil.rmtree(run)
     elif way == "moved":
@@ -151,6 +151,6 @@ def test_a_run_directory_that_is_lost_is_an_error(tmp_path, way):
         (run / METRICS).unlink()
         (run / METRICS).touch()
     with pytest.raises(FsdpctlError, match="deleted or moved during the run"):
-        journal.check_in_place()
-    journal.close()
-    journal_in(tmp_path, configured(), rank=1).check_in_place()  # rank 0 alone decides
+        journal.check_not_removed()
+    journal.close_metrics()
+    journal_in(tmp_path, configured(), rank=1).check_not_removed()  # rank 0 alone decides

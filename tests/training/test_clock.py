@@ -55,7 +55,7 @@ def traced_steps(
 ) -> list[int]:
     """Do backward passes for `steps`, and return those that complete a trace."""
     run = cast(Trainer, SimpleNamespace(step=steps.start, total_steps=steps.stop, is_traced=False))
-    vars(run).update(ranks=Mock(), requests=Mock())
+    vars(run).update(collectives=Mock(), requests=Mock())
     profiling.begin(run)
     batch, found = token_batches(1, 1)[0][0][0], []
     for step in steps:
@@ -93,13 +93,13 @@ def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced:
 def test_without_a_profile_units_have_no_names(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
     with torch.profiler.profile() as trace:
-        assert traced_steps(Profiling(model, tmp_path, 0), model, range(1)) == []
+        assert traced_steps(Profiling(model, tmp_path, 0, at_start=False), model, range(1)) == []
     assert not [each.key for each in trace.key_averages() if each.key.startswith("forward ")]
 
 
 def test_a_trace_requested_later_has_its_own_files(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
-    profiling = Profiling(model, tmp_path, 0)
+    profiling = Profiling(model, tmp_path, 0, at_start=False)
     # One step starts the tracer, and three are traced.
     assert traced_steps(profiling, model, range(12), requested=(1, 6)) == [4, 9]
     names = sorted(file.name for file in (tmp_path / "profile").iterdir())

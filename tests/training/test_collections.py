@@ -31,7 +31,7 @@ class Litter(Callback):
     def after_launch(self, run: Trainer) -> None:
         self.left.append(weakref.ref(Cycle()))
         self.most = max(self.most, sum(each() is not None for each in self.left))
-        _ = [[] for _ in range(5000 * run.ranks.rank)]
+        _ = [[] for _ in range(5000 * run.collectives.rank)]
         if run.step == 11:
             gc.callbacks.clear()
             raise StoppedError("planted")

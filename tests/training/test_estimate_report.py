@@ -23,7 +23,7 @@ def test_the_step_time_is_compared_with_the_prediction(tmp_path):
         kept(tmp_path, predicted_step_seconds=0.3, prediction_source="specs of cluster=h100"), 0
     )
     checks._seconds = [9.0, 0.2, 0.28]
-    found = checks.time()
+    found = checks.time_report()
     assert found is not None
     message, values = found
     assert message == (
@@ -36,8 +36,8 @@ def test_without_an_estimate_nothing_is_compared(tmp_path):
     for folder in (kept(tmp_path), tmp_path / "elsewhere"):
         checks = EstimateReport(folder, 0)
         checks._seconds = [1.0] * 3
-        assert checks.time() is None
-    assert checks.memory(MIB) == "memory: 1.0 MiB per process, with Python and its libraries"
+        assert checks.time_report() is None
+    assert checks.memory_report(MIB) == "memory: 1.0 MiB per process, with Python and its libraries"
 
 
 def test_peak_memory_is_compared_with_the_estimate(tmp_path):
@@ -47,6 +47,6 @@ def test_peak_memory_is_compared_with_the_estimate(tmp_path):
         "memory: 4.0 MiB allocated peak, equal to the estimate; "
         "8.0 MiB reserved peak, 6.0 MiB estimated (25.0% below measured)"
     )
-    assert EstimateReport(kept(tmp_path), 0).memory(9 * MIB) == (
+    assert EstimateReport(kept(tmp_path), 0).memory_report(9 * MIB) == (
         "memory: 9.0 MiB per process, with Python and its libraries; 1.0 MiB estimated for tensors"
     )

@@ -27,9 +27,9 @@ def test_holes_are_returned_to_the_system(rank: int, world_size: int) -> None:
     full = resident()
     made.clear()
     torch.ones(1)
-    HeapTrim().step(None, SimpleNamespace(step=19))  # type: ignore[arg-type]
+    HeapTrim().on_step(None, SimpleNamespace(step=19))  # type: ignore[arg-type]
     assert resident() > full - 30 * MIB
-    HeapTrim().step(None, SimpleNamespace(step=20))  # type: ignore[arg-type]
+    HeapTrim().on_step(None, SimpleNamespace(step=20))  # type: ignore[arg-type]
     assert resident() < full - 90 * MIB
     assert len(kept) == 250
 

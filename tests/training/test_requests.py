@@ -21,7 +21,7 @@ from fsdpctl.training.requests import (
     RequestFlags,
     RequestSync,
     TimeLimit,
-    stop_reason_at_start,
+    take_stop_reason,
 )
 from fsdpctl.training.validation_loss import validation_loss
 from tests.distributed import distributed
@@ -44,7 +44,7 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_the_time_limit_leaves_two_steps_and_three_saves(monkeypatch):
-    limit = TimeLimit(100.0, 1000.0, longest_save=3.0)
+    limit = TimeLimit(100.0, 1000.0, longest_save_seconds=3.0)
     limit.add_step(40.0)  # which compiles
     for seconds, is_near in ((76.9, False), (77.0, True)):
         at(monkeypatch, seconds)
@@ -68,12 +68,12 @@ def test_without_a_limit_there_is_no_stop(monkeypatch):
 def test_a_start_stops_at_its_time_limit_or_on_a_new_stop_file(tmp_path, monkeypatch):
     (tmp_path / RUN_CONFIG).touch()
     at(monkeypatch, 50)
-    assert stop_reason_at_start(tmp_path, 51.0, 1000.0) is None
-    assert stop_reason_at_start(tmp_path, 50.0, 1000.0) == "launch.time_limit=50 exceeded"
+    assert take_stop_reason(tmp_path, 51.0, 1000.0) is None
+    assert take_stop_reason(tmp_path, 50.0, 1000.0) == "launch.time_limit=50 exceeded"
     touch(tmp_path / STOP, -BEFORE)
-    assert stop_reason_at_start(tmp_path, None, 1000.0) is None
+    assert take_stop_reason(tmp_path, None, 1000.0) is None
     touch(tmp_path / STOP, BEFORE)
-    assert stop_reason_at_start(tmp_path, None, 1000.0) == f"requested by {tmp_path / STOP}"
+    assert take_stop_reason(tmp_path, None, 1000.0) == f"requested by {tmp_path / STOP}"
     assert not (tmp_path / STOP).exists()
 
 
@@ -87,22 +87,22 @@ def touch(path: Path, later: float) -> None:
 def collector(folder: Path, *, is_main: bool = True, by_signal: bool = False) -> RequestCollector:
     (folder / RUN_CONFIG).touch()
     return RequestCollector(
-        folder, TimeLimit(None, 0.0, 0.0), is_main=is_main, stop_requested=lambda: by_signal,
-        check=lambda: None,
+        folder, TimeLimit(None, 0.0, 0.0), is_rank_0=is_main, stop_requested=lambda: by_signal,
+        before_poll=lambda: None,
     )  # fmt: skip
 
 
 def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(requests, "_INTERVAL", 0.0)
+    monkeypatch.setattr(requests, "_POLL_SECONDS", 0.0)
     for is_main in (True, False):
         own = collector(tmp_path, is_main=is_main, by_signal=True)
-        assert own.poll() == RequestFlags(by_signal=True)
+        assert own.poll() == RequestFlags(stop_by_signal=True)
 
     def missing() -> None:
         raise FsdpctlError("deleted")
 
     checked = collector(tmp_path)
-    monkeypatch.setattr(checked, "_check", missing)
+    monkeypatch.setattr(checked, "_before_poll", missing)
     with pytest.raises(FsdpctlError, match="deleted"):
         checked.poll()
 
@@ -138,10 +138,10 @@ def test_a_file_that_cannot_be_removed_is_one_request(tmp_path, monkeypatch):
 
 def test_other_ranks_ignore_files(tmp_path, monkeypatch):
     found = collector(tmp_path, is_main=False)
-    monkeypatch.setattr(requests, "_INTERVAL", 0.0)
+    monkeypatch.setattr(requests, "_POLL_SECONDS", 0.0)
     touch(tmp_path / STOP, -BEFORE)
     assert found.poll() == RequestFlags()
-    assert found.remove_unwanted(last=False) == found.remove_unwanted(last=True) == []
+    assert found.remove_stale(at_end=False) == found.remove_stale(at_end=True) == []
     assert (tmp_path / STOP).exists()
 
 
@@ -149,9 +149,9 @@ def test_only_files_older_than_the_start_are_left_over(tmp_path):
     found = collector(tmp_path)
     touch(tmp_path / STOP, -BEFORE)
     touch(tmp_path / SAVE, BEFORE)
-    assert found.remove_unwanted(last=False) == ["STOP: request removed (from before this start)"]
+    assert found.remove_stale(at_end=False) == ["STOP: request removed (from before this start)"]
     assert not (tmp_path / STOP).exists()
-    assert found.remove_unwanted(last=True) == ["SAVE: request removed (came after the last step)"]
+    assert found.remove_stale(at_end=True) == ["SAVE: request removed (came after the last step)"]
     assert not (tmp_path / SAVE).exists()
 
 
@@ -170,7 +170,7 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, t
         seen = 0
 
         def look() -> RequestFlags:
-            return RequestFlags(by_signal=rank == world_size - 1 and seen == 3, save=rank == 0)  # noqa: B023
+            return RequestFlags(stop_by_signal=rank == world_size - 1 and seen == 3, save=rank == 0)  # noqa: B023
 
         sync = RequestSync(look, model.collectives, CPU, lag)
 
@@ -184,7 +184,7 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, t
             model, batches, model.collectives, CPU, **about, should_continue=should_continue
         )
         assert (loss, seen) == (None, 3 + lag)
-        assert sync.complete() == RequestFlags(by_signal=True, save=True)
+        assert sync.complete() == RequestFlags(stop_by_signal=True, save=True)
         assert validation_loss(model, batches, model.collectives, CPU, **about) is not None
 
 
@@ -198,11 +198,11 @@ def test_a_sample_ends_on_all_ranks_after_the_same_token(rank, world_size, tmp_p
     def look() -> RequestFlags:
         nonlocal drawn
         drawn += 1
-        return RequestFlags(by_file=rank == 0 and drawn == 5)
+        return RequestFlags(stop_by_file=rank == 0 and drawn == 5)
 
     sync = RequestSync(look, model.collectives, CPU)
     turns = takewhile(lambda turn: sync.should_continue(), range(20))
     about: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
     tokens = list(generate(model, [1], turns, **about))
-    assert (len(tokens), sync.received) == (4, RequestFlags(by_file=True))
+    assert (len(tokens), sync.received) == (4, RequestFlags(stop_by_file=True))
     assert list(generate(model, [1], range(20), **about))[:4] == tokens

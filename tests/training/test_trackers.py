@@ -16,8 +16,8 @@ from fsdpctl.config.launch import EngineConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import TRACKERS, LogConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.io import packages
 from fsdpctl.io.run_files import METRICS, TENSORBOARD, TRACKER_ID
-from fsdpctl.resolve import rules as besides
 from fsdpctl.resolve.rules import check_preflight
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.training import trackers
@@ -49,7 +49,7 @@ class Heard:
         if self.fails_at == "log":
             raise RuntimeError("lost the\nconnection")
 
-    def close(self, *, well: bool) -> None:
+    def close(self, *, succeeded: bool) -> None:
         self.heard.append("closed")
         if self.fails_at == "close":
             raise RuntimeError("lost")
@@ -113,7 +113,7 @@ def test_a_failing_tracker_is_reported_once_and_the_other_continues(
 def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch):
     monkeypatch.setattr(trackers, "_CLOSE_SECONDS", 0.05)
     never = threading.Event()
-    tools[1].close = lambda *, well: never.wait(5)
+    tools[1].close = lambda *, succeeded: never.wait(5)
     said: list[str] = []
     Trackers(BOTH, tmp_path, 0, said.append).close(succeeded=True)
     assert said == ["log.trackers=wandb: not closed within 0.05 s, values may be missing"]
@@ -132,7 +132,7 @@ def test_a_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatc
     said = rf"log.trackers={name}: {name}\S* not installed; run `pip install '\S*{name}\S*'`"
     # As a folder `wandb` in the current one is found.
     for found in (None, SimpleNamespace(origin=None)):
-        monkeypatch.setattr(besides, "find_spec", lambda package, found=found: found)
+        monkeypatch.setattr(packages, "find_spec", lambda package, found=found: found)
         with pytest.raises(UsageError, match=said):
             check_preflight(config)
         check_preflight(Config())
@@ -168,11 +168,11 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     config = replace(Config(), log=LogConfig("wandb"))
     written = [{"step": step, "loss": 1.0} for step in (4, 5)]
-    for well in (True, False):
-        found = Trackers(config, tmp_path, 3, pytest.fail, () if well else written)
+    for succeeded in (True, False):
+        found = Trackers(config, tmp_path, 3, pytest.fail, () if succeeded else written)
         for step, name in ((4, "loss"), (5, "loss"), (4, "checkpoint_seconds")):
             found.log_line({"step": step, name: 1.0})
-        found.close(succeeded=well)
+        found.close(succeeded=succeeded)
     first, second = begun
     assert ended == [0, 1]
     late = (5, {"checkpoint_seconds": 1.0})

@@ -63,7 +63,7 @@ ARRIVES = """
 import os, signal, sys
 from fsdpctl.training import worker
 
-worker.exit_with_launcher()
+worker.die_with_launcher()
 
 def wait_for_all():
     {}
@@ -97,8 +97,10 @@ def test_a_script_that_continues_after_training_does_not_count_as_hung(
     variables = {STATUS_FILE: path, "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(worker, "_train", lambda *args, **options: STATUS_PAGE.at("data", 5))
-    work: Any = worker._work
+    monkeypatch.setattr(
+        worker, "_join_and_train", lambda *args, **options: STATUS_PAGE.at("data", 5)
+    )
+    work: Any = worker._run_and_exit
     work(tmp_path, task=task)
     STATUS_PAGE.at("forward blocks.0")  # the script uses fsdpctl's engine, then code of its own
     (status,) = HostPages(path).statuses()

@@ -38,7 +38,7 @@ from fsdpctl.run.assets import read_run_assets
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
-from fsdpctl.training.trainer import Callback, Trainer, is_joint
+from fsdpctl.training.trainer import Callback, Trainer, ends_together
 
 _SILENT_WAIT_SECONDS = 2.0  # a save prints a line if it waits longer for the base model
 _REPORTED_SECONDS = 5.0  # a line is printed if a save takes longer
@@ -61,66 +61,68 @@ class UploadOutcome:
 class Uploads:
     """A thread that uploads complete checkpoints, if the run has an object store.
 
-    The checkpoint `busy`, whose upload is in progress, is not deleted. A queued checkpoint may be
-    deleted, so that a hanging upload cannot fill the disk.
+    The checkpoint that is `uploading` is not deleted. A queued checkpoint may be, so that a hanging
+    upload cannot fill the disk.
     """
 
     def __init__(
         self,
-        keep: CheckpointConfig,
+        config: CheckpointConfig,
         run_dir: Path,
         report: Callable[[UploadOutcome], None],
         remote: RemoteCheckpoints | None,
     ) -> None:
         """Prepare to upload to `remote`, if any; the thread calls `report` after each upload."""
-        self._keep, self._run_dir, self._report, self._remote = keep, run_dir, report, remote
+        self._config, self._run_dir, self._report, self._remote = config, run_dir, report, remote
         self._deleting = Lock()
-        self.busy: Path | None = None
+        self.uploading: Path | None = None
         self.best = ""  # the name of the checkpoint to keep for its validation loss
-        self._latest = 0  # step of the last added checkpoint
+        self._latest_step = 0  # step of the last added checkpoint
         self._thread = ThreadPoolExecutor(1, "uploads")
-        self._last: Future[None] | None = None
+        self._last_future: Future[None] | None = None
         self.seconds = 0.0  # duration of the newest upload
-        self._newest: UploadOutcome | None = None
+        self._newest_outcome: UploadOutcome | None = None
 
     def add(self, folder: Path, step: int) -> None:
         if self._remote is not None:
-            self._latest = step
-            self._last = self._thread.submit(self._work, self._remote, folder.absolute(), step)
+            self._latest_step = step
+            args = self._remote, folder.absolute(), step
+            self._last_future = self._thread.submit(self._work, *args)
 
     def remove_old(self) -> None:
         with self._deleting:
-            busy = "" if self.busy is None else self.busy.name
-            remove_expired(self._run_dir / CHECKPOINTS, self._keep, (busy, self.best))
+            uploading = "" if self.uploading is None else self.uploading.name
+            remove_expired(self._run_dir / CHECKPOINTS, self._config, (uploading, self.best))
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait for uploads, and report the waiting time to `say`."""
-        began = time.monotonic()
-        while self._last is not None and not wait([self._last], _REPORT_INTERVAL).done:
+        began, last = time.monotonic(), self._last_future
+        while last is not None and not wait([last], _REPORT_INTERVAL).done:
             say(f"waiting for {REMOTE_KEY}: {time.monotonic() - began:.0f} s so far")
 
     def check(self) -> None:
         """Raise CheckpointError if the upload of the newest checkpoint failed."""
-        newest = self._newest
+        newest = self._newest_outcome
         if newest is not None and newest.has_failed:
-            raise CheckpointError(f"step {newest.step}: {newest.message}; to retry, run it again")
+            hint = "to retry, run the same command"
+            raise CheckpointError(f"step {newest.step}: {newest.message}; {hint}")
 
     def _work(self, remote: RemoteCheckpoints, folder: Path, step: int) -> None:
         with self._deleting:
-            self.busy = folder
-        self._newest = self._upload(remote, folder, step)
-        self._report(self._newest)
+            self.uploading = folder
+        self._newest_outcome = self._upload(remote, folder, step)
+        self._report(self._newest_outcome)
         with self._deleting:
-            self.busy = None
+            self.uploading = None
         with suppress(OSError):
             self.remove_old()
 
     def _upload(self, remote: RemoteCheckpoints, folder: Path, step: int) -> UploadOutcome:
-        keep_every, began = self._keep.keep_every, time.monotonic()
-        is_kept = not self._keep.keep_last or (keep_every and step % keep_every == 0)
+        keep_every, began = self._config.keep_every, time.monotonic()
+        is_kept = not self._config.keep_last or (keep_every and step % keep_every == 0)
         is_kept = is_kept or folder.name == self.best
         # If the store is slow, skip checkpoints that newer ones would replace there.
-        if step < self._latest and not is_kept:
+        if step < self._latest_step and not is_kept:
             return UploadOutcome(step)
         if not (folder / MANIFEST).exists():
             problem = f"{REMOTE_KEY}: checkpoint deleted before its upload"
@@ -134,27 +136,27 @@ class Uploads:
             self.seconds = time.monotonic() - began
         problem = ""
         try:
-            remote.remove_expired(self._keep, folder)
+            remote.remove_expired(self._config, folder)
         except FsdpctlError as error:
             problem = f"{REMOTE_KEY}: uploaded, but old checkpoints remain: {error}"
         return UploadOutcome(step, self.seconds, problem)
 
 
 @dataclass(slots=True)
-class Save:
-    """A checkpoint in progress or complete."""
+class ByteTransfer:
+    """A transfer that a thread makes: a save, or the reading of the bases."""
 
     step: int
     num_bytes: int
     began: float
     stall: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # time until the checkpoint was complete
-    written: int = 0  # bytes
+    num_done: int = 0  # bytes read or written
     note: str = ""  # rank 0: a failure after the checkpoint was complete
-    done: Future[None] = field(default_factory=Future)
+    future: Future[None] = field(default_factory=Future)
 
     def advance(self, count: int) -> None:
-        self.written += count
+        self.num_done += count
 
     def to_line(self) -> dict[str, Any]:
         return {
@@ -192,13 +194,13 @@ class Checkpoints(Callback):
         self._keeps_best = settings.keep_best
         self._ranks, self._journal, self._bases = ranks, journal, bases
         self._base = next((each.record for each in bases if each.is_recorded), None)
-        self._reading: Save | None = None  # progress of reading the bases
+        self._reading: ByteTransfer | None = None  # progress of reading the bases
         self._folder = run_dir / CHECKPOINTS
         self._settings = to_settings(config)
         self._staging = StagingMemory() if settings.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._current: Save | None = None
+        self._current: ByteTransfer | None = None
         self._saved_step = -1
         self._lacks_links = False
         self._is_requested = False  # the file SAVE exists until the checkpoint is complete
@@ -216,74 +218,73 @@ class Checkpoints(Callback):
         current = self._current
         if current is None:
             return None
-        return current.written / current.num_bytes if current.num_bytes else 1.0
+        return current.num_done / current.num_bytes if current.num_bytes else 1.0
 
     @property
     def _bytes_moved(self) -> int:
-        """The bytes that the thread has read and written; without progress they do not change."""
-        return sum(each.written for each in (self._reading, self._current) if each is not None)
+        """The bytes that the thread has read and written."""
+        return sum(each.num_done for each in (self._reading, self._current) if each is not None)
 
-    def begin(self, run: Trainer) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Note the checkpoint from which the run resumes, if any; start verifying the bases."""
         if self._bases:
-            self._reading = Save(run.step, 0, time.perf_counter())
-            self._reading.done = self._writer.submit(self._verify, self._reading)
-        self._saved_step = run.step if run.step else -1
-        if self._keeps_best and run.best is not None:
-            self._keep_best(run.best.step)
+            self._reading = ByteTransfer(trainer.step, 0, time.perf_counter())
+            self._reading.future = self._writer.submit(self._verify, self._reading)
+        self._saved_step = trainer.step if trainer.step else -1
+        if self._keeps_best and trainer.best is not None:
+            self._keep_best(trainer.best.step)
         for folder in complete_checkpoints(self._folder):  # their uploads may have been interrupted
             self._uploads.add(folder, step_of(folder))
 
-    def prepare(self, run: Trainer) -> None:
+    def prepare_save(self, trainer: Trainer) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
         if self._staging is not None:
-            parts, trained_only = run.parts, self._base is not None
-            pieces = rank_pieces(
-                parts.model, parts.optimizer, self._ranks.rank, trained_only=trained_only
-            )
+            parts, rank, has_base = trainer.parts, self._ranks.rank, self._base is not None
+            pieces = rank_pieces(parts.model, parts.optimizer, rank, trained_only=has_base)
             self._staging.prepare([piece.values.detach() for piece in pieces])
 
     def is_due(self, step: int) -> bool:
         return step == self._last or (self._every > 0 and step % self._every == 0)
 
-    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
+    def act(self, trainer: Trainer, requested: RequestFlags) -> RequestFlags:
         """Save if due or requested; before the run ends, wait until the checkpoint is complete."""
-        if requested.stops or requested.save or run.is_due(self) or run.is_over():
-            self.save(run, was_requested=requested.save)
-        if requested.stops or run.is_over():
-            self.finish(run)
+        if requested.stops or requested.save or trainer.has_due_work(self) or trainer.is_over():
+            self.save(trainer, was_requested=requested.save)
+        if requested.stops or trainer.is_over():
+            self.complete_save(trainer)
         return requested
 
-    def save(self, run: Trainer, *, was_requested: bool = False) -> None:
+    def save(self, trainer: Trainer, *, was_requested: bool = False) -> None:
         """Save this step unless it is saved; FsdpctlError if the last save failed. Collective."""
-        if self._saved_step != run.step:
-            began, model = time.perf_counter(), run.parts.model
-            self.finish(run)
+        if self._saved_step != trainer.step:
+            began, model = time.perf_counter(), trainer.parts.model
+            self.complete_save(trainer)
             gc.collect()  # reference cycles must not hold memory that the copies need
             model.check_replicas()  # each replica writes a share of the checkpoint
-            metadata = CheckpointMetadata(run.progress(), self._settings, self._assets, self._base)
-            rank, optimizer = self._ranks.rank, run.parts.optimizer
+            # A base leaves out untrained weights; the writer thread sets its verified checksums.
+            about = self._settings, self._assets, self._base
+            metadata = CheckpointMetadata(trainer.progress(), *about)
+            rank, optimizer = self._ranks.rank, trainer.parts.optimizer
             snapshot = take_snapshot(model, optimizer, rank, metadata, self._staging)
-            save = self._current = Save(run.step, snapshot.num_bytes, began)
-            save.done = self._writer.submit(self._write, snapshot, save)
+            save = self._current = ByteTransfer(trainer.step, snapshot.num_bytes, began)
+            save.future = self._writer.submit(self._write, snapshot, save)
             if self._staging is None:
                 self._wait(save)  # the watchdog kills the rank if the save makes no progress
             save.stall = time.perf_counter() - began
-            self._saved_step = run.step
-        if self._keeps_best and run.best is not None and run.best.step == run.step:
-            self._writer.submit(self._keep_best, run.step)
+            self._saved_step = trainer.step
+        if self._keeps_best and trainer.best is not None and trainer.best.step == trainer.step:
+            self._writer.submit(self._keep_best, trainer.step)
         self._is_requested |= was_requested
 
-    def _verify(self, reading: Save) -> None:
+    def _verify(self, reading: ByteTransfer) -> None:
         for each in self._bases:
             info = each.verify(self._ranks, reading.advance)
             self._base = info if each.is_recorded else self._base
 
-    def _write(self, snapshot: Snapshot, save: Save) -> None:
+    def _write(self, snapshot: Snapshot, save: ByteTransfer) -> None:
         if self._reading is not None:
-            self._reading.done.result()  # raises the error
-            metadata = replace(snapshot.metadata, base=self._base)
-            snapshot = Snapshot(snapshot.pieces, snapshot.steps, metadata)
+            self._reading.future.result()  # raises the error
+            snapshot = replace(snapshot, metadata=replace(snapshot.metadata, base=self._base))
         folder = step_folder(self._folder, save.step)
         write_checkpoint(folder, snapshot, self._ranks, save.advance)
         if self._ranks.rank == 0:
@@ -296,6 +297,7 @@ class Checkpoints(Callback):
         save.seconds = time.perf_counter() - save.began
 
     def _keep_best(self, step: int) -> None:
+        """Keep the checkpoint of a step. The main thread calls this only before the first save."""
         folder = step_folder(self._folder, step)
         if self._ranks.rank == 0 and folder in complete_checkpoints(self._folder):
             with suppress(OSError):  # if the disk is full, the next save reports it
@@ -310,51 +312,51 @@ class Checkpoints(Callback):
             self._lacks_links = True
             self._journal.warn(problem, step)
 
-    def _wait(self, save: Save) -> None:
+    def _wait(self, save: ByteTransfer) -> None:
         reading = self._reading
-        if reading is not None and wait([reading.done], _SILENT_WAIT_SECONDS).not_done:
-            base = self._bases[-1].record.path
-            remark = f"step {save.step}: waiting for the checksum of base model {base}"
-            self._journal.remark(remark)
-        since, shown, moved = time.perf_counter(), 0.0, self._bytes_moved
+        if reading is not None and wait([reading.future], _SILENT_WAIT_SECONDS).not_done:
+            cause = f"waiting for the checksum of base model {self._bases[-1].record.path}"
+            self._journal.remark(f"step {save.step}: {cause}")
+        since, shown, moved = time.perf_counter(), 0, self._bytes_moved
         with doing("waiting for the checkpoint", "%") as advance:
-            while not wait([save.done], _POLL_SECONDS).done:
+            while not wait([save.future], _POLL_SECONDS).done:
                 fraction, before = self.fraction_written or 0.0, moved
                 moved = self._bytes_moved
                 if moved != before:
                     since = time.perf_counter()
-                # A rank that has written its part may wait for other ranks. Otherwise, without
-                # progress, the rank hangs: it sends no heartbeat, so that the watchdog notices.
-                is_done = fraction == 1 or (reading is not None and not reading.done.done())
-                waits = is_done and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
+                # A rank that has written its part, or read its part of the base, may wait for other
+                # ranks. Else, no progress is a hang: without a status, the watchdog detects it.
+                may_wait = fraction == 1 or (reading is not None and not reading.future.done())
+                waits = may_wait and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
                 if waits or moved != before:
                     STATUS_PAGE.at("saving")
-                advance(int(100 * fraction) - int(100 * shown))
-                shown = fraction
+                percent = int(100 * fraction)
+                advance(percent - shown)
+                shown = percent
 
-    def finish(self, run: Trainer) -> None:
+    def complete_save(self, trainer: Trainer) -> None:
         """Wait until the checkpoint in progress is complete, and report it."""
         if self._current is not None:
             self._wait(self._current)
-        self.idle(run)
+        self.idle(trainer)
 
-    def idle(self, run: Trainer) -> None:
+    def idle(self, trainer: Trainer) -> None:
         """Report a checkpoint that has become complete, and remove the request for it.
 
         CheckpointError if a base has changed. It is raised early, so that few steps are lost.
         """
-        if self._reading is not None and self._reading.done.done():
-            self._reading.done.result()
+        if self._reading is not None and self._reading.future.done():
+            self._reading.future.result()
         saved = self._current
-        if saved is not None and saved.done.done():
+        if saved is not None and saved.future.done():
             self._current = None
             try:
-                saved.done.result()
+                saved.future.result()
             except FsdpctlError:
-                self._journal.check_in_place()  # a deleted run directory is the better message
+                self._journal.check_not_removed()  # a deleted run directory is the better message
                 raise
             # The time limit includes the upload: a run that stops waits for it.
-            run.requests.limit.add_save(saved.seconds + self._uploads.seconds)
+            trainer.requests.limit.add_save(saved.seconds + self._uploads.seconds)
             self._journal.record_save(saved.to_line(), saved.seconds)
             if saved.note:
                 self._journal.warn(f"saved, but {saved.note}", saved.step)
@@ -362,12 +364,12 @@ class Checkpoints(Callback):
                 self._journal.remark(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
         if self._is_requested and self._current is None:
             self._is_requested = False
-            run.requests.clear(SAVE)
+            trainer.requests.clear(SAVE)
 
-    def end(self, run: Trainer, error: BaseException | None) -> None:
+    def end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Wait for uploads if all ranks end at the same step, and check them."""
-        if is_joint(error):
-            self._journal.check_in_place()
+        if ends_together(error):
+            self._journal.check_not_removed()
             STATUS_PAGE.at(FINISHING)
             self._uploads.wait(self._journal.remark)
             if error is None:  # an earlier error is more important than a failed upload
@@ -380,7 +382,7 @@ class Checkpoints(Callback):
             return
         moved, since = self._bytes_moved, time.perf_counter()
         while time.perf_counter() - since < _STALLED_SECONDS:
-            if wait([current.done], _POLL_SECONDS).done:
+            if wait([current.future], _POLL_SECONDS).done:
                 return
             if self._bytes_moved != moved:
                 STATUS_PAGE.at("completing a checkpoint")

@@ -15,13 +15,13 @@ from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import DONE, FAILED, INTERVAL_S, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.trainer import Callback, Trainer, is_joint
+from fsdpctl.training.trainer import Callback, Trainer, ends_together
 
 _LONGEST_MESSAGE = 2000  # characters
 
 
 class Heartbeat(Callback):
-    """A thread of rank 0 that writes heartbeat.json until the process ends, even if training hangs.
+    """A callback with a thread on rank 0 that writes heartbeat.json, even if training hangs.
 
     A failure to write is ignored: readers notice the age of the last heartbeat.
     """
@@ -35,7 +35,7 @@ class Heartbeat(Callback):
         and a save may be in progress then.
         """
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
-        self._facts: dict[str, Any] = {"namespace": pid_namespace()}
+        self._fields: dict[str, Any] = {"namespace": pid_namespace()}
         self._first: tuple[int, float] | None = None  # the first step, and when it was completed
         self._has_ended = threading.Event()
         self._writing = threading.Lock()
@@ -43,29 +43,29 @@ class Heartbeat(Callback):
             self._write()
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def step(self, run: Trainer, metrics: StepMetrics) -> None:
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
         step, now = metrics.step, time.monotonic()
         is_first = self._first is None
         if self._first is None:
             self._first = step, now
         first, began = self._first
         seconds = (now - began) / (step - first) if step > first else None
-        self._facts = {**self._facts, "step": step, "seconds_per_step": seconds}
+        self._fields = {**self._fields, "step": step, "seconds_per_step": seconds}
         if is_first:  # `fsdpctl status` shows at once that training has started
             self._write()
 
-    def end(self, run: Trainer, error: BaseException | None) -> None:
+    def end(self, trainer: Trainer, error: BaseException | None) -> None:
         """Record the end.
 
-        Ranks that end at the same step synchronize first; if a rank is missing, this times out.
+        Ranks that end at the same step synchronize first.
         """
-        if is_joint(error):
+        if ends_together(error):
             self._ranks.all_gather_values(0)
             state, message = DONE if error is None else STOPPED, str(error or "")
         else:
             state, message = FAILED, f"{type(error).__name__}: {error}"
         self._has_ended.set()
-        self._facts = {**self._facts, "state": state, "message": message[:_LONGEST_MESSAGE]}
+        self._fields = {**self._fields, "state": state, "message": message[:_LONGEST_MESSAGE]}
         self._write()
 
     def _run(self) -> None:
@@ -78,5 +78,5 @@ class Heartbeat(Callback):
                 if is_periodic and self._has_ended.is_set():
                     return  # the last heartbeat was written while this call waited for the lock
                 host, now = socket.gethostname(), time.time()
-                record = HeartbeatRecord(host, os.getpid(), now, **self._facts)
+                record = HeartbeatRecord(host, os.getpid(), now, **self._fields)
                 files.write_atomic(self._path, json.dumps(asdict(record)) + "\n")

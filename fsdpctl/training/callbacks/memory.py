@@ -31,7 +31,7 @@ class HeapTrim(Callback):
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc only
 
-    def step(self, run: Trainer, metrics: StepMetrics) -> None:
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if self._trim is not None and metrics.step % _STEPS_BETWEEN_TRIMS == 0:
             self._trim(0)
 

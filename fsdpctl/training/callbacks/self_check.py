@@ -49,100 +49,101 @@ class SelfCheck(Callback):
     def __init__(self, mode: str, first_step: int, sharding: Sharding) -> None:
         """Check the step after `first_step`; `mode` is the value of `train.self_check`."""
         self._sharding, self._mode = sharding, mode
-        self._at = first_step + 1 if mode != "off" else -1
+        self._checked_step = first_step + 1 if mode != "off" else -1
         self._norms: dict[str, Tensor] = {}  # gradient norms by unit
         self._tokens = 0
         self._awaits_change = mode != "off"
         self._before: list[Tensor] = []  # sums of the weights before the newest step
         self._lr = 0.0  # learning rate of the newest step; 0 if the step was not applied
 
-    def inspect_gradients(self, run: Trainer) -> None:
+    def inspect_gradients(self, trainer: Trainer) -> None:
         if self._awaits_change:
-            self._before = _bit_sums(run.parts.model)
-        if self._norms or run.step + 1 != self._at:
+            self._before = _bit_sums(trainer.parts.model)
+        if self._norms or trainer.step + 1 != self._checked_step:
             return
-        for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
+        for shard in filter(lambda each: each.trainable, trainer.parts.model.flat_shards()):
             if shard.offloaded_grad is not None:
                 norm = shard.offloaded_grad.norm
             elif shard.grad is not None:
                 norm = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
             else:
                 continue
+            # Norms are only compared with 0, so their sum serves.
             self._norms[shard.unit] = norm + self._norms.get(shard.unit, 0)
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` is the one to check, or no weight has changed so far."""
-        return step == self._at or self._awaits_change
+        """Return whether `step` is the one to check, or no weight has changed so far.
 
-    def step(self, run: Trainer, metrics: StepMetrics) -> None:
+        With a learning rate of 0 at first, the host waits for the device after each step.
+        """
+        return step == self._checked_step or self._awaits_change
+
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
         self._lr = metrics.lr if metrics.stats.was_applied else 0.0
-        if metrics.step == self._at:
+        if metrics.step == self._checked_step:
             self._tokens = metrics.stats.tokens
 
-    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
+    def act(self, trainer: Trainer, requested: RequestFlags) -> RequestFlags:
         """Run the checks and print errors; SelfCheckError if `train.self_check` is `auto`."""
-        if not run.is_due(self):
+        if not trainer.has_due_work(self):
             return requested
-        began, is_first, errors = time.perf_counter(), run.step == self._at, list[str]()
-        warnings = [*self._warnings(run)]
+        began, errors = time.perf_counter(), list[str]()
+        warnings, is_first = self._take_warnings(trainer), trainer.step == self._checked_step
         if is_first:
-            self._at = -1
+            self._checked_step = -1
             with doing("checking the first step"):
-                errors = list(dict.fromkeys(self._errors(run)))
+                errors = list(dict.fromkeys(self._errors(trainer)))
         if is_first or warnings:
-            run.journal.record({"self_check": [*errors, *warnings]})
+            trainer.journal.record_events({"self_check": [*errors, *warnings]})
         for line in (*errors, *warnings):
-            run.journal.say(f"self-check: {line}")
+            trainer.journal.say(f"self-check: {line}")
         if errors and self._mode == "auto":
             problem = f"{errors[0]}; set train.self_check=warn to train nevertheless"
             raise SelfCheckError(f"train.self_check: {problem}")
         if is_first and not (errors or warnings):
-            run.journal.remark(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
+            trainer.journal.remark(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
 
-    def _warnings(self, run: Trainer) -> Iterator[str]:
-        """Yield a warning if the step changed no weight although it should. Collective."""
+    def _take_warnings(self, trainer: Trainer) -> list[str]:
+        """Return a warning, once, if the step changed no weight although it should. Collective."""
         if not self._awaits_change or self._lr <= 0:
-            return
+            return []
         self._awaits_change = False
-        pairs = zip(self._before, _bit_sums(run.parts.model), strict=True)
+        pairs = zip(self._before, _bit_sums(trainer.parts.model), strict=True)
         changed = any(not torch.equal(before, after) for before, after in pairs)
-        if not any(run.ranks.all_gather_values(changed)):
-            yield (
-                f"warning: step {run.step} was applied with a learning rate of {self._lr:g}, but "
-                "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
-            )
+        if any(trainer.collectives.all_gather_values(changed)):
+            return []
+        applied = f"step {trainer.step} was applied with a learning rate of {self._lr:g}"
+        hint = "set a higher optimizer.lr, or precision.master_dtype=float32"
+        return [f"warning: {applied}, but changed no weight; {hint}"]
 
-    def _errors(self, run: Trainer) -> Iterator[str]:
+    def _errors(self, trainer: Trainer) -> Iterator[str]:
         """Yield the errors of the first step, the same on every rank. Collective."""
         if not self._tokens:
             yield "no token of the step is trained on"
             return
-        model, config = run.parts.model, run.parts.config
+        model, config = trainer.parts.model, trainer.parts.config
         if config.model.is_script_module:  # a script's module has no small copy
             return
         with_gradient = {unit for unit, norm in self._norms.items() if norm}
         units = {s.unit for s in model.flat_shards() if s.trainable}
-        units -= set().union(*run.ranks.all_gather_values(with_gradient))
-        for unit in sorted(units - unused_units(run.parts, units)):
+        units -= set().union(*trainer.collectives.all_gather_values(with_gradient))
+        for unit in sorted(units - unused_units(trainer.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
         # On CUDA, attention kernels mask documents, rather than a mask that fsdpctl builds.
-        if run.parts.device.type == "cuda":
-            yield from _find_leaks(run)
+        if trainer.parts.device.type == "cuda":
+            yield from _find_leaks(trainer)
         if isinstance(model, ShardedModel):
-            norm, expected = compare_gradients(run.parts, self._sharding)
-            if (
-                not abs(norm - expected)
-                <= _NORM_TOLERANCE[str(config.precision.param_dtype)] * expected
-            ):
-                yield (
-                    f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} "
-                    f"ranks; expected {expected:.6g}, as on one process"
-                )
+            norm, expected = compare_gradients(trainer.parts, self._sharding)
+            tolerance = _NORM_TOLERANCE[str(config.precision.param_dtype)] * expected
+            if not abs(norm - expected) <= tolerance:  # not `>`: NaN must fail
+                copy = f"a small copy of the model on {trainer.collectives.size} ranks"
+                expected_text = f"expected {expected:.6g}, as on one process"
+                yield f"gradient norm {norm:.6g} of {copy}; {expected_text}"
 
 
 def _bit_sums(model: TrainedModel) -> list[Tensor]:
-    """Return sums of the bits of each trained shard, each over every `_NUM_SUMS`th element."""
+    """Return checksums of each trained shard: `_NUM_SUMS` strided sums of its bits, and a rest."""
     shards = [shard for shard in model.flat_shards() if shard.trainable]
     tensors = [tensor for shard in shards for tensor in (shard.master, shard.remainder)]
     sums = []
@@ -153,20 +154,19 @@ def _bit_sums(model: TrainedModel) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _find_leaks(run: Trainer) -> Iterator[str]:
-    """Yield an error if a packed document sees another document of its sequence. Collective."""
-    parts = run.parts
+def _find_leaks(trainer: Trainer) -> list[str]:
+    """Return an error if a packed document sees another document of its sequence. Collective."""
+    parts = trainer.parts
     if parts.config.data.packing is False:  # each sequence has one document
-        return
+        return []
     batches = parts.train_batches
-    position = run.samples - batches.plan.global_batch_size
-    batch = batches.training(position, run.ranks.rank, 0)
+    position = trainer.samples - batches.plan.global_batch_size
+    batch = batches.training(position, trainer.collectives.rank, 0)
     packed = enumerate(batch.lengths if batch.isolates_documents else ())
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
-    if not any(run.ranks.all_gather_values(row is not None)):
-        return
-    # Only the last document of a row has a loss. Its loss must not change with the tokens of the
-    # documents before it.
+    if not any(trainer.collectives.all_gather_values(row is not None)):
+        return []
+    # Only the last document of a row has a loss, which must not change with tokens before it.
     targets, changed_tokens = torch.full_like(batch.targets, IGNORE_INDEX), batch.tokens.clone()
     if row is not None:
         *before, last = batch.lengths[row]
@@ -175,13 +175,14 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
         changed_tokens[row, :start] = (changed_tokens[row, :start] + 1) % batches.vocab_size
     losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
     for tokens in (batch.tokens, changed_tokens):
-        changed_batch = replace(batch, tokens=tokens, targets=targets)
+        probe = replace(batch, tokens=tokens, targets=targets)
         with eval_mode(parts.model):
-            losses.append(float(summed_loss(parts.model, changed_batch, parts.device, chunk)))
+            losses.append(float(summed_loss(parts.model, probe, parts.device, chunk)))
     limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
-    if any(run.ranks.all_gather_values(leaks)):
-        yield "packed documents attend to each other; set data.packing=false"
+    if not any(trainer.collectives.all_gather_values(leaks)):
+        return []
+    return ["packed documents attend to each other; set data.packing=false"]
 
 
 def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, float]:
@@ -205,21 +206,18 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     )  # fmt: skip
     stream = _stream(config, plan.global_batch_size * config.train.seq_len)
     batches = Batches(stream.samples(config.train.seq_len), plan, 0, VOCABULARY)
-    small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
-    figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).stats()
+    small_parts = replace(parts, config=config, model=model, train_batches=batches)
+    stats = run_passes(small_parts, 0, 0, StepClock(parts.device, model.take_waits)).stats()
     model.drop_gradients()
-    return figures.grad_norm, _single_process_norm(config, stream, parts.device)
+    return stats.grad_norm, _single_process_norm(config, stream, parts.device)
 
 
 def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
-    """Return the units whose counterpart in the small copy gets no gradient.
-
-    An image encoder is such a unit.
-    """
+    """Return the units whose counterpart in the small copy gets no gradient: an image encoder."""
     if not units:
         return set()
     is_used: dict[str, bool] = {}  # parameters of the copy, by name without block numbers
-    for name, grad in _gradients(parts).items():
+    for name, grad in _small_copy_gradients(parts).items():
         name = _without_block_numbers(name)
         is_used[name] = is_used.get(name, False) or bool(grad.any())
 
@@ -251,7 +249,7 @@ def _stream(config: Config, num_tokens: int) -> TokenStream:
     return TokenStream(tokens, None)
 
 
-def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
+def _small_copy_gradients(parts: TrainingParts) -> dict[str, Tensor]:
     config = _small_config(parts.config)
     module = small_copy(config.model, parts.device).train()
     stream = _stream(config, config.train.seq_len)
@@ -271,8 +269,8 @@ def _single_process_norm(config: Config, stream: TokenStream, device: torch.devi
     module = small_copy(config.model, device)
     tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).to(device)
     rows = (each.view(-1, config.train.seq_len) for each in (tokens[:-1], tokens[1:]))
-    for some, targets in zip(*(each.split(_ROWS_AT_ONCE) for each in rows), strict=True):
-        logits = module(some).float().flatten(0, 1)
+    for inputs, targets in zip(*(each.split(_ROWS_AT_ONCE) for each in rows), strict=True):
+        logits = module(inputs).float().flatten(0, 1)
         F.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
     gradients = [each.grad for each in module.parameters() if each.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) / (len(tokens) - 1)

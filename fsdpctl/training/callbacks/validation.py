@@ -12,45 +12,46 @@ from fsdpctl.training.validation_loss import describe_validation, validation_los
 
 
 class Validation(Callback):
-    """The validation loss, every `train.eval_every` steps and after the last step."""
+    """A callback that validates every `train.eval_every` steps and after the last step."""
 
     def __init__(self, config: Config, *, has_data: bool) -> None:
         assert config.train.steps is not None
         self._every, self._last = config.train.eval_every, config.train.steps
         self._has_data = has_data
-        self._is_pending = False  # the last start stopped before this step's validation
 
-    def begin(self, run: Trainer) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Determine whether the validation of the checkpoint's step is still pending."""
-        if run.owes_validation:
-            metrics, is_main = run.parts.run_dir / METRICS, run.ranks.rank == 0
-            loss = validation_loss_at(metrics, run.step) if is_main else None
-            (loss, *_) = run.ranks.all_gather_values(loss)
+        if trainer.owes_validation:
+            metrics, is_rank_0 = trainer.parts.run_dir / METRICS, trainer.collectives.rank == 0
+            loss = validation_loss_at(metrics, trainer.step) if is_rank_0 else None
+            (loss, *_) = trainer.collectives.all_gather_values(loss)
             if loss is not None:
-                run.record_validation(loss)
-            self._is_pending = run.owes_validation and self._has_data
+                trainer.record_validation(loss)
 
     def is_due(self, step: int) -> bool:
         is_interval = self._every > 0 and step % self._every == 0
         return self._has_data and (is_interval or step == self._last)
 
-    def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
+    def act(self, trainer: Trainer, requested: RequestFlags) -> RequestFlags:
         """Validate; a stop request skips or ends the validation."""
-        if not (self._is_pending or run.is_due(self)):
+        is_pending = trainer.owes_validation and self._has_data  # since an earlier start
+        if not (is_pending or trainer.has_due_work(self)):
             return requested
-        run.handle_requests()
-        self._is_pending, run.owes_validation = False, True
+        trainer.enable_saving_on_stop()
+        trainer.owes_validation = True
         if requested.stops:
-            run.journal.say(f"step {run.step}: validation skipped (stop requested)")
+            trainer.journal.say(f"step {trainer.step}: validation skipped (stop requested)")
             return requested
-        return requested | self._validate(run)
+        return requested | self._validate(trainer)
 
-    def _validate(self, run: Trainer) -> RequestFlags:
-        parts, train, is_last = run.parts, run.parts.config.train, run.step == self._last
+    def _validate(self, trainer: Trainer) -> RequestFlags:
+        parts, train = trainer.parts, trainer.parts.config.train
         assert parts.val_batches is not None
-        at_most = (train.final_eval_batches or 0) if is_last else train.eval_batches
+        at_most = train.eval_batches
+        if trainer.step == self._last:
+            at_most = train.final_eval_batches or 0
         total, done = parts.val_batches.num_validation_batches(at_most), 0
-        sync = run.request_sync(run.lag)
+        sync = trainer.request_sync(trainer.lag)
 
         def should_continue(number: int) -> bool:
             nonlocal done
@@ -58,40 +59,36 @@ class Validation(Callback):
             advance(1)
             continues = sync.should_continue()
             if sync.received.save:
-                run.save(was_requested=True)
-            run.idle()
-            return continues or number == total
+                trainer.save(was_requested=True)
+            trainer.idle()
+            return continues or number == total  # after the last batch, the result is complete
 
         with doing("validating", "batches", total) as advance:
             loss = validation_loss(
-                parts.model,
-                parts.val_batches,
-                run.ranks,
-                parts.device,
-                at_most=at_most,
-                chunk_tokens=train.loss_chunk_tokens or 0,
+                parts.model, parts.val_batches, trainer.collectives, parts.device,
+                at_most=at_most, chunk_tokens=train.loss_chunk_tokens or 0,
                 should_continue=should_continue,
-            )
+            )  # fmt: skip
         if loss is None:
             progress = f"validation stopped after {done} of {total} batches"
-            run.journal.say(f"step {run.step}: {progress} (stop requested)")
+            trainer.journal.say(f"step {trainer.step}: {progress} (stop requested)")
         else:
-            run.journal.write({"step": run.step, **loss.to_line()})
-            run.journal.say(f"step {run.step}: {describe_validation(loss, parts.data)}")
-            self._record(run, loss.mean)
+            trainer.journal.write_metrics({"step": trainer.step, **loss.to_line()})
+            trainer.journal.say(f"step {trainer.step}: {describe_validation(loss, parts.data)}")
+            self._act_on_loss(trainer, loss.mean)
         gc.collect()
         return sync.complete()
 
-    def _record(self, run: Trainer, loss: float) -> None:
+    def _act_on_loss(self, trainer: Trainer, loss: float) -> None:
         """Save the best checkpoint; print the reason if the run ends before its last step."""
-        if run.record_validation(loss) and run.parts.config.checkpoint.keep_best:
-            run.save()
-        if run.is_over() and run.step < self._last:
-            assert run.best is not None
-            count = run.best.unimproved
+        if trainer.record_validation(loss) and trainer.parts.config.checkpoint.keep_best:
+            trainer.save()
+        if trainer.is_over() and trainer.step < self._last:
+            best, patience = trainer.best, trainer.parts.config.train.patience
+            assert best is not None
+            count = best.unimproved
             last = "validation loss is" if count == 1 else f"{count} validation losses are"
-            run.journal.say(
-                f"step {run.step}: the last {last} not below that of step {run.best.step} "
-                f"({run.best.loss:.4f}): the run ends "
-                f"(train.patience={run.parts.config.train.patience})"
+            trainer.journal.say(
+                f"step {trainer.step}: the last {last} not below that of step {best.step} "
+                f"({best.loss:.4f}): the run ends (train.patience={patience})"
             )
