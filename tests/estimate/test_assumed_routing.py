@@ -46,8 +46,8 @@ def test_tokens_are_assumed_to_choose_experts_evenly():
     copied = choices.result_of(aten._to_copy.default, (counts,), {"device": torch.device("cpu")})
     assert isinstance(copied, torch.Tensor)
     assert copied.tolist() == [4, 4, 3, 3]
-    places = choices.result_of(aten.nonzero.default, (torch.empty(2, 7, device="meta"),), {})
-    assert isinstance(places, torch.Tensor)
-    assert (places.shape, choices.expert_index(places[0, 0])) == ((4, 2), 0)
+    indices = choices.result_of(aten.nonzero.default, (torch.empty(2, 7, device="meta"),), {})
+    assert isinstance(indices, torch.Tensor)
+    assert (indices.shape, choices.expert_index(indices[0, 0])) == ((4, 2), 0)
     with pytest.raises(UsageError, match="unknown before it runs"):
         choices.expert_index(counts)

@@ -13,7 +13,7 @@ from fsdpctl.config.schema import Config, Filled
 from fsdpctl.config.selection import PREFETCHES, Selection, auto_names, with_selection
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Point, Ranking, SearchSpace
+from fsdpctl.estimate.candidates import Ranking, SearchSpace
 from fsdpctl.estimate.cluster_specs import with_specs
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.search import MOST_RANKED, rank_candidates
@@ -36,7 +36,7 @@ TOY = [
     "launch.share_memory=false",
 ]  # fmt: skip
 TIE = 1.01
-LIMITS = (0.5066, 0.5074, 0.5082, 0.5101, 0.5106, 0.5158, 4)  # GiB, below which less and less fits
+LIMITS = (0.5066, 0.5074, 0.5082, 0.5101, 0.5106, 0.5158, 4)  # GiB; each allows another selection
 
 
 def composed(*words: str) -> Composed:
@@ -83,18 +83,17 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
     for strategy in axes.strategies:
         for mode in range(len(axes.recomputations)):
             for index in range(len(axes.sizes)):
-                point: Point | None = axes.point(strategy, mode, index, most_prefetch=True)
-                while point is not None:
-                    plan = axes.plan(point)
+                point = axes.point(strategy, mode, index, most_prefetch=True)
+                for prefetch in range(point.prefetch + 1):
+                    plan = axes.plan(point._replace(prefetch=prefetch))
                     if estimator.estimate(plan).verdict == "fits":
                         fitting.append(estimator.predict(plan).seconds)
-                    point = axes.less_prefetch(point)
     assert found.estimate.verdict == "fits"
     assert found.ranked[0].seconds <= TIE * min(fitting)
 
 
 def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
-    """With several micro-batches, kept gradients would take more than the smaller size saves."""
+    """With several micro-batches, gradients between them take more than the smaller size saves."""
     words = [
         "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=1", "model.hidden_size=256",
         "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
@@ -102,13 +101,10 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
     ]  # fmt: skip
     estimator, axes = Estimator(), axes_of(with_specs(placed(*words))[0])
     last = len(axes.sizes) - 1
-    one, cut = (
-        estimator.estimate(
-            axes.plan(axes.point("full_shard", axes.modes[2], place, most_prefetch=False))
-        )
-        for place in (last, 0)
-    )
-    assert one.peak_reserved < cut.peak_reserved
+    full = axes.modes[2]
+    points = (axes.point("full_shard", full, size, most_prefetch=False) for size in (last, 0))
+    one, several = (estimator.estimate(axes.plan(point)) for point in points)
+    assert one.peak_reserved < several.peak_reserved
     memory = (1.001 * one.peak_reserved + one.memory_bytes - one.available) / (1 << 30)
     found = ranking(*words, f"cluster.memory={memory}")
     assert (found.estimate.verdict, found.selection.micro_batch_size) == ("fits", axes.sizes[last])
@@ -230,27 +226,24 @@ def test_the_name_of_a_run_does_not_depend_on_the_selection():
 
 def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
     base = prepare(composed("train.micro_batch_size=auto")).config
-    kept = Selection.of(base)
-    assert make_run_plan(base, replace(kept, micro_batch_size=64)).batches.micro_batch_size == 4
-    assert make_run_plan(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
+    selection = Selection.of(base)
+    large, small = (replace(selection, micro_batch_size=size) for size in (64, 2))
+    assert make_run_plan(base, large).batches.micro_batch_size == 4
+    assert make_run_plan(base, small).batches.micro_batch_size == 2
     one = replace(base.launch, nproc_per_node=1)
-    assert (
-        make_run_plan(base, replace(kept, micro_batch_size=64), one).batches.micro_batch_size == 8
-    )
+    assert make_run_plan(base, large, one).batches.micro_batch_size == 8
     shared = replace(base, train=replace(base.train, context_parallel=2))
     with pytest.raises(UsageError, match="context_parallel=2: expected a divisor of the 1 ranks"):
-        make_run_plan(shared, kept, one)  # fewer than share a sample
+        make_run_plan(shared, selection, one)  # fewer ranks than share a sample
 
 
 def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     config = compose_config([*OPEN, "strategy.dp_shard_size=2", "optimizer.lr=0.5"]).config
-    made = with_selection(config, Selection.of(compose_config(["strategy=hybrid_shard"]).config))
-    assert auto_names(made) == ()
-    assert (made.strategy.name, made.strategy.dp_shard_size) == ("hybrid_shard", 2)
-    assert (made.optimizer, with_selection(made, Selection.of(Config()))) == (
-        config.optimizer,
-        made,
-    )
+    filled = with_selection(config, Selection.of(compose_config(["strategy=hybrid_shard"]).config))
+    assert auto_names(filled) == ()
+    assert (filled.strategy.name, filled.strategy.dp_shard_size) == ("hybrid_shard", 2)
+    assert filled.optimizer == config.optimizer
+    assert with_selection(filled, Selection.of(Config())) == filled
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -290,14 +283,14 @@ def test_devices_are_known_by_their_names(name, cluster):
 
 def test_specs_that_are_set_are_not_assumed():
     by_hand = ("cluster.flops=7", "cluster.memory_bandwidth=90", "strategy=full_shard")
-    config, whose = with_specs(placed(*by_hand))
-    assert (config.cluster.flops, "assumed" in whose) == (7, False)
+    config, source = with_specs(placed(*by_hand))
+    assert (config.cluster.flops, "assumed" in source) == (7, False)
     assert ranking("prefetch=auto", *by_hand).ranked
     assert "assumed CPU specs" in with_specs(placed())[1]
     assert "assumed" in ranking("strategy=auto", "launch.nnodes=2").spec_source
-    on_gpu, whose = with_specs(placed("launch.device=cuda"))
+    on_gpu, source = with_specs(placed("launch.device=cuda"))
     assert on_gpu.cluster.flops is not None
-    assert torch.cuda.is_available() or "assumed" in whose
+    assert torch.cuda.is_available() or "assumed" in source
     plan = make_run_plan(with_specs(placed("strategy=full_shard"))[0])
     assert Estimator().predict(plan).seconds > 0
 

@@ -28,9 +28,9 @@ def placed(*words: str) -> Filled:
 
 
 def check_edge(config: Filled, estimator: Estimator) -> RunEstimate:
-    """Check that the selection fits the budget, and that no step with less recomputation does.
+    """Check that the selection fits the budget, and that no lighter recomputation does.
 
-    Memory falls and time rises with each step of the chain, so it is also the fastest that fits.
+    Memory falls and time rises with recomputation, so the selection is the fastest that fits.
     """
     config = with_specs(config)[0]
     found = rank_candidates(estimator, config)
@@ -113,7 +113,7 @@ def drawn(seed: int) -> list[str]:
 
 
 def between(words: list[str], share: float, estimator: Estimator) -> Filled:
-    """Return a configuration with memory for a share of the activations that can be recomputed."""
+    """Return a configuration with memory for a share of the recomputable activations."""
     most, least = (
         estimator.estimate(make_run_plan(placed(*words, f"activation_checkpointing={each}")))
         for each in ("none", "full")

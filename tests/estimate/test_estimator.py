@@ -29,6 +29,7 @@ from tests.matrix import fast, matrix
 from tests.models.decoders import save_decoder
 
 H100 = ["model=llama3_8b", "cluster=h100"]
+BLOCKS = ["full:20", "[offload:2,full:12,selective:11]"]
 
 
 def resolved(*words: str) -> RunPlan:
@@ -64,13 +65,7 @@ def test_a_memory_limit_changes_only_the_verdict():
 @pytest.mark.slow
 @matrix(
     model=["llama3_8b", "openai/gpt-oss-20b"],
-    mode=[
-        "=none",
-        "=selective",
-        "=full",
-        ".blocks=full:20",
-        ".blocks=[offload:2,full:12,selective:11]",
-    ],
+    mode=["=none", "=selective", "=full", *(f".blocks={blocks}" for blocks in BLOCKS)],
 )
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     named = ["model=hf", f"model.path={model}"] if "/" in model else [f"model={model}"]
@@ -83,16 +78,16 @@ def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     monkeypatch.setattr(MetaModule, "repeated_units", lambda *_: [])
     whole = TracedModel(config).model_pass(2, 512, 0, config.activation_checkpointing)
     assert list(short.operations) == list(whole.operations)
-    for place in short.operations:
-        assert sized(short, place) == sized(whole, place), place
+    for position in short.operations:
+        assert sized(short, position) == sized(whole, position), position
     assert short.gradients.keys() == whole.gradients.keys()
 
 
-def sized(program: ModelPass, place: PassPosition) -> list[tuple[int, str]]:
+def sized(model_pass: ModelPass, position: PassPosition) -> list[tuple[int, str]]:
     """Return the operations of a part with the operator of each tensor; keys may differ."""
     return [
-        (nbytes, program.tensors[key].description if key >= 0 else "")
-        for key, nbytes in program.operations[place]
+        (nbytes, model_pass.tensors[key].description if key >= 0 else "")
+        for key, nbytes in model_pass.operations[position]
     ]
 
 
@@ -100,17 +95,11 @@ def test_blocks_that_differ_are_all_traced():
     words = ["model=qwen3_4b", "model.num_layers=9", "cluster=h100", "train.seq_len=256"]
     for word in ("use_sliding_window=true", "sliding_window=64", "max_window_layers=4"):
         words.append(f"model.overrides.{word}")
-    found = TracedModel(resolved(*words).config)
-    slow, fast = (
-        [
-            nbytes
-            for _, nbytes in found.model_pass(
-                1, 256, 0, ActivationCheckpointingConfig()
-            ).operations[PassPosition(PassPart.FORWARD, name)]
-        ]
-        for name in ("model.layers.3", "model.layers.4")
-    )
-    assert slow != fast
+    traced = TracedModel(resolved(*words).config)
+    operations = traced.model_pass(1, 256, 0, ActivationCheckpointingConfig()).operations
+    layers = (PassPosition(PassPart.FORWARD, f"model.layers.{index}") for index in (3, 4))
+    full, sliding = ([nbytes for _, nbytes in operations[layer]] for layer in layers)
+    assert full != sliding
 
 
 @pytest.mark.parametrize("largest", [0, 1, 31, 100, 356, 5000])
@@ -128,9 +117,9 @@ def test_the_largest_value_is_found_in_few_trials(largest, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", list(FIT_KEYS))
-def test_the_largest_value_fits_and_the_next_does_not(what):
-    draw = random.Random(what)
+@pytest.mark.parametrize("size", list(FIT_KEYS))
+def test_the_largest_value_fits_and_the_next_does_not(size):
+    draw = random.Random(size)
     for _ in range(4):
         words = [
             "model=llama3_1b", f"strategy={draw.choice(list(STRATEGIES))}",
@@ -140,7 +129,7 @@ def test_the_largest_value_fits_and_the_next_does_not(what):
             f"train.seq_len={draw.choice([1024, 2048])}",
             f"launch.allocator={draw.choice(['native', 'expandable'])}",
         ]  # fmt: skip
-        found = largest_that_fits(Estimator(), resolved(*words), what)
+        found = largest_that_fits(Estimator(), resolved(*words), size)
         if found.estimate is None:
             continue
         again = [Estimator().estimate(each.plan) for each in (found.estimate, found.next) if each]
@@ -212,7 +201,7 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
 
 
 def test_torchs_default_steps_with_a_copy_of_the_second_moments():
-    """Five numbers per parameter exist in its step, which is the peak if samples are short."""
+    """The optimizer's step has five numbers per parameter: the peak if samples are short."""
     for engine, ranks in ((["engine=fsdp2"], 1), (["engine=ddp", "strategy=no_shard"], 4)):
         words = ["model=llama3_1b", f"cluster={ranks}xh100", "train.seq_len=16", *engine]
         words += ["train.micro_batch_size=1"]
@@ -245,9 +234,8 @@ def test_long_samples_are_advised_to_send_inputs_to_the_host():
     words = ["model=llama3_8b", "cluster=h100", "train.seq_len=131072", "model.max_seq_len=131072"]
     words += ["train.micro_batch_size=1", "activation_checkpointing=full"]
     words += ["cluster.memory=50GiB", "train.mlp_chunk_tokens=4096"]
-    found = {
-        change.settings: estimate for change, estimate in suggest(Estimator(), resolved(*words))
-    }
+    suggestions = suggest(Estimator(), resolved(*words))
+    found = {change.settings: estimate for change, estimate in suggestions}
     sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
     assert (sent.host_model_bytes, sent.verdict) == (31 * 131072 * 4096 * 2, "fits")
 
@@ -270,13 +258,13 @@ def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():
 
 
 def test_times_of_two_kinds_are_ordered_only_beyond_their_error_bands():
-    plain, there = estimated(*H100), estimated(*H100, "strategy.offload=states")
+    plain, offloaded = estimated(*H100), estimated(*H100, "strategy.offload=states")
     assert is_faster((plain, 1.0), (plain, 1.02))
     assert not is_faster((plain, 1.0), (plain, 1.005))
-    assert (error_kind(plain), error_kind(there)) == ("dense", "offloaded")
-    assert not is_faster((plain, 1.0), (there, 1.9))  # untested: it may be twice as fast
-    assert not is_faster((there, 0.9), (plain, 1.0))
-    assert is_faster((plain, 1.0), (there, 3.0))
+    assert (error_kind(plain), error_kind(offloaded)) == ("dense", "offloaded")
+    assert not is_faster((plain, 1.0), (offloaded, 1.9))  # untested: may be twice as fast
+    assert not is_faster((offloaded, 0.9), (plain, 1.0))
+    assert is_faster((plain, 1.0), (offloaded, 3.0))
 
 
 def test_the_step_on_the_host_is_advised_only_if_it_fits_there():
@@ -316,7 +304,7 @@ def test_kept_logits_take_one_more_copy_in_float32():
 
 
 def test_blocks_that_free_one_anothers_tensors_are_a_line(tmp_path, monkeypatch):
-    def fail(*about: object, **more: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise UnevenStepError
 
     save_decoder("qwen3_moe", tmp_path)

@@ -23,7 +23,7 @@ from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
          "launch.nproc_per_node=2", "cluster=h100"]  # fmt: skip
-# Too little host memory: without and with states there; too little of the device; of both.
+# Too little host memory, without and with states in it; too little of the device; of both.
 SHORTAGES = [
     (["cluster.host_memory=2"], ["host memory"]),
     (["cluster.host_memory=2", "strategy.offload=states"], ["host memory"]),
@@ -59,8 +59,9 @@ def simulated(words: Sequence[str]) -> list[str]:
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
 def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
-    given = [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"]
-    ranking = rank_candidates(Estimator(), prepare(compose_config(given), ESTIMATE_ROLE).config)
+    overrides = [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"]
+    config = prepare(compose_config(overrides), ESTIMATE_ROLE).config
+    ranking = rank_candidates(Estimator(), config)
     assert ranking.summary.startswith("nothing fits; closest is ")
     assert f": {short[0]}: about" in ranking.summary
     sharded, replicated = simulated(words)
@@ -86,11 +87,8 @@ def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
         )
 
     found = with_memory()
-    needed = (
-        found.peak_reserved
-        - (found.peak_reserved - found.allocated) // 8
-        + found.outside_allocator.high
-    )
+    saved = (found.peak_reserved - found.allocated) // 8
+    needed = found.peak_reserved - saved + found.outside_allocator.high
     thrashes = with_memory(f"cluster.memory={needed / 2**30}")
     assert (thrashes.verdict, thrashes.fits, len(thrashes.shortages)) == ("thrashes", False, 1)
 
@@ -116,14 +114,13 @@ def test_the_estimate_shows_what_is_missing_and_what_to_change(words, short):
 def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
     sizes = ["train.seq_len=2048", "model.hidden_size=1024", "launch.nproc_per_node=2"]
     names = {word.partition("=")[0] for word in (*sizes, *words)}
-    given = [*(w for w in SMALL if w.partition("=")[0] not in names), *words]
+    overrides = [*(w for w in SMALL if w.partition("=")[0] not in names), *words]
     typed = {word.partition("=")[0] for word in words}
-    given += [word for word in sizes if word.partition("=")[0] not in typed]
+    overrides += [word for word in sizes if word.partition("=")[0] not in typed]
 
     def chosen(memory: float) -> RunEstimate:
-        config = prepare(
-            compose_config([*given, f"cluster.memory={memory:.9f}"]), ESTIMATE_ROLE
-        ).config
+        composed = compose_config([*overrides, f"cluster.memory={memory:.9f}"])
+        config = prepare(composed, ESTIMATE_ROLE).config
         return rank_candidates(Estimator(), config).estimate
 
     def filled_to(found: RunEstimate, share: float) -> float:
@@ -133,9 +130,8 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
     assert usual.leaves_reserve
     assert not least.fits
     roomy, tight, full = (chosen(filled_to(usual, share)) for share in (0.94, 0.97, 1))
-    assert roomy.plan.config.changed({"cluster.memory": 1}) == usual.plan.config.changed(
-        {"cluster.memory": 1}
-    )
+    memory = {"cluster.memory": usual.config.cluster.memory}
+    assert roomy.config.changed(memory) == usual.config
     assert tight.leaves_reserve
     assert tight.peak_reserved < usual.peak_reserved
     assert full.leaves_reserve

@@ -72,20 +72,20 @@ def test_operators_do_not_grow_with_the_length_and_memory_does(family):
         sum(each.nbytes for part in one.events.values() for each in part if isinstance(each, Alloc))
         for one in (short, long)
     ]
-    assert 4 < sizes[1] / sizes[0] < 66  # at most with the square
+    assert 4 < sizes[1] / sizes[0] < 66  # growth is at most quadratic
 
 
 def test_checkpointing_frees_the_inputs():
     queries = torch.zeros(1, 64, 2, 8, requires_grad=True)
-    made = [queries * 2 for _ in range(3)]
-    watches = [weakref.ref(each) for each in made]
+    inputs = [queries * 2 for _ in range(3)]
+    watches = [weakref.ref(each) for each in inputs]
 
-    def run(*given: Tensor) -> Tensor:
-        query, key, value = (each + 1 for each in given)
+    def run(*args: Tensor) -> Tensor:
+        query, key, value = (each + 1 for each in args)
         watches.extend(map(weakref.ref, (query, key, value)))
         return _delta_rule(query, key, value, query[..., 0], query[..., 0])[0]
 
-    out = checkpoint(run, *made, use_reentrant=False)
+    out = checkpoint(run, *inputs, use_reentrant=False)
     assert [watch() is None for watch in watches] == [False] * 3 + [True] * 3
     out.sum().backward()
     assert queries.grad is not None
@@ -123,17 +123,17 @@ def test_fused_experts_keep_the_products_before_the_gate_and_nothing_else_of_the
         weights = torch.empty(TOKENS, CHOSEN, dtype=torch.bfloat16, requires_grad=True)
         index = torch.empty(TOKENS, CHOSEN, dtype=torch.int64)
     fuse_experts(experts)
-    kept: list[tuple[int, ...]] = []
+    saved: list[tuple[int, ...]] = []
     gradients: list[torch.Size] = []
     for param in experts.parameters():
         param.register_hook(lambda gradient: gradients.append(gradient.shape))
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tuple(tensor.shape))
+        saved.append(tuple(tensor.shape))
         return tensor
 
     def run() -> Tensor:
-        kept.clear()
+        saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out: Tensor = experts(x.requires_grad_(), index, weights)
         loss = out.sum()
@@ -143,8 +143,8 @@ def test_fused_experts_keep_the_products_before_the_gate_and_nothing_else_of_the
     with operators_of("cuda", None):
         trace(experts, [], run, "cuda", None)
     rows = TOKENS * CHOSEN
-    assert (rows, 2 * INNER) in kept
-    assert {shape for shape in kept if rows in shape} == {(rows, 2 * INNER)}
+    assert (rows, 2 * INNER) in saved
+    assert {shape for shape in saved if rows in shape} == {(rows, 2 * INNER)}
     assert {param.shape for param in experts.parameters()} == set(gradients)
 
 

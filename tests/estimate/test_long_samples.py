@@ -22,16 +22,15 @@ def planned(*more: str) -> RunPlan:
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():
-    found = [
-        change.settings for change in CONTEXT_PARALLEL.suggestions(planned("train.seq_len=32768"))
-    ]
+    plan = planned("train.seq_len=32768")
+    found = [change.settings for change in CONTEXT_PARALLEL.suggestions(plan)]
     words = "train.context_parallel=2", "train.context_parallel=4"
     assert found == [(word, "train.micro_batch_size=1") for word in words]
     assert not [*CONTEXT_PARALLEL.suggestions(planned("train.seq_len=4096"))]
-    given = planned("train.seq_len=32768", "train.context_parallel=2")
-    (change,) = CONTEXT_PARALLEL.suggestions(given)
+    shared = planned("train.seq_len=32768", "train.context_parallel=2")
+    (change,) = CONTEXT_PARALLEL.suggestions(shared)
     assert change.settings[0] == "train.context_parallel=4"
-    (chunks,) = CHUNKED_MLP.suggestions(planned("train.seq_len=32768"))
+    (chunks,) = CHUNKED_MLP.suggestions(plan)
     assert chunks.settings == ("train.mlp_chunk_tokens=auto",)
 
 

@@ -20,8 +20,9 @@ FP32 = 4
 
 def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
-    given = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256", *words]
-    config = make_run_plan(prepare(compose_config(given), ESTIMATE_ROLE).config).config
+    fixed = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256"]
+    composed = compose_config([*fixed, *words])
+    config = make_run_plan(prepare(composed, ESTIMATE_ROLE).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
     return sent_per_step(config, module_units(module, None), micro_batches), num_params
@@ -59,7 +60,7 @@ def test_only_passes_that_reduce_send_gradients(engine):
     once, num_params = sent(*words)
     every, _ = sent(*words, "accumulation=every", micro_batches=5)
     last, _ = sent(*words, "accumulation=last", micro_batches=5)
-    assert every.total == pytest.approx(5 * once.total, rel=0.15)  # the first gathers are once
+    assert every.total == pytest.approx(5 * once.total, rel=0.15)  # first units: gathered once
     assert every.total - last.total == pytest.approx(4 * num_params * FP32 / 2, rel=0.01)
 
 

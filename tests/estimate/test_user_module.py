@@ -1,5 +1,6 @@
 """`fsdpctl.estimate_memory` matches real runs of any module."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -47,8 +48,8 @@ def test_an_unmodified_decoder_of_transformers(rank: int, world_size: int, famil
     config.attn_pdrop = config.resid_pdrop = config.embd_pdrop = 0.0
 
     def make() -> nn.Module:
-        made: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        return made
+        module: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return module
 
     def inputs() -> dict[str, object]:
         tokens = torch.zeros(2, 96, dtype=torch.int64)
@@ -68,20 +69,30 @@ def test_an_unmodified_decoder_of_transformers(rank: int, world_size: int, famil
     assert found.peak_allocated == pytest.approx(peak, rel=0.01)
 
 
+def estimate_sum(
+    module_fn: Callable[[], nn.Module], *shape: int, sharding: str = "full_shard"
+) -> fsdpctl.MemoryEstimate:
+    """Estimate the memory of two CPU ranks, whose loss is the sum of the outputs."""
+    return estimate_memory(
+        module_fn, lambda: torch.ones(shape), world_size=2, loss_fn=torch.sum, sharding=sharding,
+        assumed=ON_CPU,
+    )  # fmt: skip
+
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
 
 
-def estimated(**about: object) -> fsdpctl.MemoryEstimate:
-    given = {"world_size": 4, "loss_fn": torch.sum, **about}
-    return estimate_memory(net, lambda: torch.empty(32, 64), **given)  # type: ignore[arg-type]  # what each test is about
+def estimated(**options: object) -> fsdpctl.MemoryEstimate:
+    options = {"world_size": 4, "loss_fn": torch.sum, **options}
+    return estimate_memory(net, lambda: torch.empty(32, 64), **options)  # type: ignore[arg-type]  # of any type
 
 
 def test_states_in_host_memory_are_not_on_the_device():
-    plain, there = estimated(), estimated(sharding=fsdpctl.Sharding(offload="states"))
-    assert there.breakdown["optimizer_states"] < 512  # counters
+    plain, offloaded = estimated(), estimated(sharding=fsdpctl.Sharding(offload="states"))
+    assert offloaded.breakdown["optimizer_states"] < 512  # counters
     moved = plain.breakdown["optimizer_states"] + plain.breakdown["parameters"]
-    assert there.host_states > moved > plain.host_states == 0
+    assert offloaded.host_states > moved > plain.host_states == 0
 
 
 def test_a_verdict_accepts_any_size():
@@ -100,9 +111,9 @@ def test_other_engines_hold_their_shards_and_no_states_of_frozen_parameters():
         assert found["optimizer_states"] == pytest.approx(8 * numel, abs=12 * 512)
 
         def frozen() -> nn.Module:
-            made = net()
-            made[0].requires_grad_(False)  # type: ignore[index]  # a Sequential
-            return made
+            module = net()
+            module[0].requires_grad_(False)  # type: ignore[index]  # a Sequential
+            return module
 
         part = estimate_memory(
             frozen, lambda: torch.empty(32, 64), world_size=4, loss_fn=torch.sum, sharding=sharding,
@@ -124,24 +135,23 @@ def test_fully_shard_gathers_nothing_for_one_rank():
 
 
 def test_fully_shard_with_replicas_keeps_all_reduced_gradients():
-    kept = []
+    most_live = []
     for ranks, strategy, size in ((4, "full_shard", None), (8, "hybrid_shard", 4)):
         found = estimated(
             world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
             sharding=fsdpctl.Sharding(strategy, dp_shard_size=size),
         )  # fmt: skip
-        script, item = found.step.trace, found.step.recorder.purpose
         live, most = set[int](), 0
-        for key, nbytes in script.operations(2):
-            if key >= 0 and item(key).category == "gradients":
+        for key, nbytes in found.step.trace.operations(2):
+            if key >= 0 and found.step.recorder.purpose(key).category == "gradients":
                 live = live | {key} if nbytes else live - {key}
             most = max(most, len(live))
-        kept.append(most)
-    assert kept[1] > kept[0]
+        most_live.append(most)
+    assert most_live[1] > most_live[0]
 
 
 class PartlyUsed(nn.Module):
-    """Has a layer that no output needs."""
+    """A module with a layer that no output needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,14 +172,11 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     optimizer = fsdpctl.ShardedAdamW(model)
     step = partial(one_step, model, optimizer, torch.ones(3, 64), lambda module, x: module(x).sum())
     peak, _ = watched_step(model, step)
-    found = estimate_memory(
-        make, lambda: torch.ones(3, 64), world_size=world_size, loss_fn=torch.sum,
-        sharding="no_shard", assumed=ON_CPU,
-    )  # fmt: skip
+    found = estimate_sum(make, 3, 64, sharding="no_shard")
     assert found.peak_allocated == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.parametrize(("about", "part"), [
+@pytest.mark.parametrize(("options", "part"), [
     ({"sharding": "full_shart"}, "did you mean full_shard?"),
     ({"assumed": fsdpctl.Assumed(device="gpu")}, "expected cuda, cpu"),
     ({"assumed": fsdpctl.Assumed(engine="fsdp")}, "did you mean fsdp2?"),
@@ -185,9 +192,9 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     ({"sharding": fsdpctl.Sharding(offload="states"), "assumed": fsdpctl.Assumed(engine="fsdp2")},
      "requires engine=fsdpctl"),
 ])  # fmt: skip
-def test_errors_are_one_line(about, part):
+def test_errors_are_one_line(options, part):
     with pytest.raises(UsageError, match=".+") as error:
-        estimated(**about)
+        estimated(**options)
     assert part in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -204,9 +211,7 @@ def test_a_block_that_runs_twice_is_rejected_by_name():
             return x
 
     with pytest.raises(UsageError, match=r"blocks\.0 runs more than once"):
-        estimate_memory(
-            Twice, lambda: torch.empty(2, 64), world_size=2, loss_fn=torch.sum, assumed=ON_CPU
-        )
+        estimate_sum(Twice, 2, 64)
 
 
 def test_values_that_a_module_reads_do_not_depend_on_memory_that_was_freed() -> None:
@@ -225,7 +230,5 @@ def test_values_that_a_module_reads_do_not_depend_on_memory_that_was_freed() -> 
             result: Tensor = self.linear(x)
             return result
 
-    estimate_memory(
-        _ReadsMasks, lambda: torch.empty(4, 8), world_size=2, loss_fn=torch.sum, assumed=ON_CPU
-    )
+    estimate_sum(_ReadsMasks, 4, 8)
     assert read == {(False, True)}

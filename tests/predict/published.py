@@ -27,7 +27,7 @@ _800_GBIT_A_NODE = "cluster.inter_bandwidth=12.5"
 
 
 def _mpt(layers: int, width: int, heads: int, *, seq_len: int = 2048) -> str:
-    """bf16 with gradients reduced in float32, as Composer's DEFAULT."""
+    """Return the settings of an MPT: gradients are reduced in float32, as by Composer's DEFAULT."""
     return (
         f"model=gpt2 model.vocab_size=50368 model.max_seq_len={seq_len} train.seq_len={seq_len} "
         f"model.num_layers={layers} model.hidden_size={width} model.num_heads={heads} "
@@ -77,7 +77,7 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
 
 
 def _mosaic(on_card: dict[str, str], rows: str) -> list[Step]:
-    """Long samples: card, model, tokens, micro-batch and passes, recomputation, tokens/s."""
+    """Return steps of rows: card, model, tokens, micro-batch x passes, recomputation, tokens/s."""
     found = []
     for row in rows.split("; "):
         card, name, length, batch, recomputes, speed = row.split()
@@ -111,7 +111,7 @@ def _hub(
     model: str, ranks: int, length: int, words: str, speed: float, used: float | None = None, *,
     more: str = "",
 ) -> Step:  # fmt: skip
-    """One sample of a Hub's model on each H100, recomputed, reduced in bf16 as accelerate does."""
+    """Return a step with one sample per H100, recomputed, reduced in bf16 as by accelerate."""
     words = (
         f"model=hf model.path=Qwen/{model} model.init=random engine=fsdp2 cluster=h100 "
         f"launch.nproc_per_node=8 launch.nnodes={ranks // 8} precision.reduce_dtype=bfloat16 "
@@ -143,7 +143,7 @@ _HUB = (
 
 
 def _on_host(length: int, speed: float) -> Step:
-    """An 8B on 8 H200, ZeRO-3, with DeepSpeed's optimizer on a host whose CPU is not named."""
+    """Return a step of an 8B on 8 H200: ZeRO-3, DeepSpeed's optimizer on an unnamed host CPU."""
     words = (
         f"model=llama3_8b model.max_seq_len={length} strategy=zero3 cluster=h200 {_FLASH3} "
         f"train.seq_len={length} strategy.offload=states,gradients "
@@ -159,7 +159,7 @@ _ON_HOST = {8192: 2739, 32768: 4576, 65536: 4049, 131072: 2836, 196608: 2114, 26
 
 
 def _answer(name: str, model: str, words: str, micro: int, seconds: float, differs: str) -> Step:
-    """1,024 samples with adapters on two RTX 4090, under FSDP 1 with reentrant checkpoints."""
+    """Return a step of 1,024 samples, adapters on two RTX 4090: FSDP 1, reentrant checkpoints."""
     targets = "q_proj,k_proj,v_proj,gate_proj,up_proj,down_proj"
     words = (
         f"{model} {words} model.lora.rank=64 model.lora.dropout=0.1 model.lora.targets={targets} "

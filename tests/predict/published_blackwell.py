@@ -17,7 +17,7 @@ _LIGER = "engine.program=liger precision.reduce_dtype=bfloat16 model.attention=f
 _SLOWER = "takes longer than a row of 16,384 tokens"
 _TITANS_BIASES = "adds the gradients of the experts' biases in other operators"
 
-# Tokens of a row, rows, tokens/s and GiB.
+# Each row has tokens per sample, samples, tokens/s and GiB.
 _TRL_GPT_OSS = (
     "4096 1 3885 47.6; 4096 2 5519 48.2; 4096 4 6759 50.6; 16384 1 6513 50.6; 16384 2 7466 55.6; "
     "32768 1 7113 56; 65536 1 6876 66"
@@ -50,10 +50,10 @@ def _hub(model: str, length: int, micro: int, ranks: int, recomputes: str) -> st
     )
 
 
-def _eight(whose: str, model: str, words: str, rows: str, recomputes: str = "full") -> list[Step]:
-    """Rows of equal length on 8 B300."""
+def _eight(label: str, model: str, words: str, rows: str, recomputes: str = "full") -> list[Step]:
+    """Return the steps of `rows` on 8 B300."""
     found = []
-    name = f"{model.split('/')[1]}, 8 B300, {whose}"
+    name = f"{model.split('/')[1]}, 8 B300, {label}"
     for row in rows.split("; "):
         length, micro, speed, *allocated = row.split()
         about = _hub(model, int(length), int(micro), 8, recomputes)

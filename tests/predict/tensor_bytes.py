@@ -26,27 +26,25 @@ class TensorBytes(TorchDispatchMode):
     """Counts the bytes of every tensor that an operator allocates while the mode is active."""
 
     def __init__(
-        self, there: Iterable[Tensor], slots: Iterable[Tensor], in_slots: Callable[[], int]
+        self, existing: Iterable[Tensor], buffers: Iterable[Tensor], in_buffers: Callable[[], int]
     ) -> None:
-        """`there` exist already; `slots` lie in memory that comes and goes, as `in_slots` says."""
+        """Count `existing` tensors; `in_buffers` returns the bytes that `buffers` have now."""
         super().__init__()
-        self._in_slots = in_slots
+        self._in_buffers = in_buffers
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._total = 0
         self.peak = 0
-        for tensor in slots:
+        for tensor in buffers:
             self.leave_out(tensor)
-        for tensor in there:
+        for tensor in existing:
             self._add(tensor)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count memory of the host apart."""
+        """Do not count a tensor in host memory or in a buffer."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = (weakref.ref(storage), 0)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCT_OPERATORS:
             with self:
                 return PRODUCT_OPERATORS[func](*args)
@@ -54,7 +52,7 @@ class TensorBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
-        self.peak = max(self.peak, self._total + self._in_slots())
+        self.peak = max(self.peak, self._total + self._in_buffers())
         return result
 
     def _add(self, tensor: Tensor) -> None:
@@ -64,30 +62,29 @@ class TensorBytes(TorchDispatchMode):
             return
         nbytes = storage.nbytes()
         self._total += nbytes
-        self._known[key] = (weakref.ref(storage, lambda _: self._gone(key)), nbytes)
+        self._known[key] = (weakref.ref(storage, lambda _: self._on_free(key)), nbytes)
 
-    def _gone(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         _, nbytes = self._known.pop(key)
         self._total -= nbytes
 
 
 @contextmanager
-def _threads_let_go() -> Iterator[None]:
-    """Collectives of whole gradients end when gloo's threads have let go of the memory.
+def _threads_released() -> Iterator[None]:
+    """End collectives of unsharded gradients when gloo's threads have released the memory.
 
-    They say that they are done a moment before. With more ranks than cores that moment can last
-    into the next forward.
+    Their handles end earlier. With more ranks than cores, threads can hold it in the next forward.
     """
 
-    def until_let_go(start: Callable[..., Handle]) -> Callable[..., Handle]:
-        def started(collectives: GlooCollectives, given: Any, **how: Any) -> Handle:
-            wholes = [given] if isinstance(given, Tensor) else [each.full for each in given]
-            uses = [_uses(each) for each in wholes]
-            handle = start(collectives, given, **how)
+    def until_released(start: Callable[..., Handle]) -> Callable[..., Handle]:
+        def started(collectives: GlooCollectives, values: Any, **options: Any) -> Handle:
+            tensors = [values] if isinstance(values, Tensor) else [each.full for each in values]
+            uses = [_uses(each) for each in tensors]
+            handle = start(collectives, values, **options)
 
             def finish() -> Tensor:
                 result = handle.wait()
-                while any(_uses(e) > before for e, before in zip(wholes, uses, strict=True)):
+                while any(_uses(e) > before for e, before in zip(tensors, uses, strict=True)):
                     time.sleep(0)
                 return result
 
@@ -95,19 +92,19 @@ def _threads_let_go() -> Iterator[None]:
 
         return started
 
-    exchange = GlooCollectives.all_to_all
+    all_to_all = GlooCollectives.all_to_all
 
-    def exchanged(collectives: GlooCollectives, values: Tensor) -> Tensor:
-        uses, fresh = _uses(values), torch.empty(1)
-        received = exchange(collectives, values)
-        while _uses(values) > uses or _uses(received) > _uses(fresh):
+    def released(collectives: GlooCollectives, values: Tensor) -> Tensor:
+        uses, unused = _uses(values), torch.empty(1)
+        received = all_to_all(collectives, values)
+        while _uses(values) > uses or _uses(received) > _uses(unused):
             time.sleep(0)
         return received
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(GlooCollectives, "all_to_all", exchanged))
+        patches.enter_context(mock.patch.object(GlooCollectives, "all_to_all", released))
         for name in ("start_all_reduce", "all_gather"):
-            patched = until_let_go(getattr(GlooCollectives, name))
+            patched = until_released(getattr(GlooCollectives, name))
             patches.enter_context(mock.patch.object(GlooCollectives, name, patched))
         yield
 
@@ -129,25 +126,25 @@ def host_inputs(module: nn.Module) -> HostInputs | None:
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """Return the peak bytes of all tensors in the second step, and the events of the engine."""
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
-    there = [each.param_shard for each in buffers if not each.is_on_host]
-    there += [each.shard.master for each in buffers if not each.shard.is_on_host]
-    slots = [buffer.full for buffer in buffers]
-    slots += [each.param_shard for each in buffers if each.is_on_host]  # counted apart
-    slots += getattr(model.mesh.shard, "_outboxes", [])
-    if model.host is not None:  # counted apart
-        slots += [*model.host._slabs.values(), *model.host._gradient_slabs.values()]
+    existing = [each.param_shard for each in buffers if not each.is_on_host]
+    existing += [each.shard.master for each in buffers if not each.shard.is_on_host]
+    uncounted = [buffer.full for buffer in buffers]
+    uncounted += [each.param_shard for each in buffers if each.is_on_host]
+    uncounted += getattr(model.mesh.shard, "_outboxes", [])
+    if model.host is not None:
+        uncounted += [*model.host._slabs.values(), *model.host._gradient_slabs.values()]
     outbox = model.accounting.total(BufferKind.OUTBOX)
-    watch = TensorBytes(there, slots, lambda: gathered_nbytes(model) + outbox)
-    del buffers, there, slots
-    right = HostWorker.allocate
+    watch = TensorBytes(existing, uncounted, lambda: gathered_nbytes(model) + outbox)
+    del buffers, existing, uncounted  # otherwise they keep tensors alive
+    allocate = HostWorker.allocate
 
-    def left_out(*given: Any, **more: Any) -> Tensor:
-        slab = right(*given, **more)
+    def left_out(*args: Any, **options: Any) -> Tensor:
+        slab = allocate(*args, **options)
         watch.leave_out(slab)
         return slab
 
-    with watch, _threads_let_go(), mock.patch.object(HostWorker, "allocate", left_out):
-        step()  # makes optimizer states, and tables that stay
+    with watch, _threads_released(), mock.patch.object(HostWorker, "allocate", left_out):
+        step()  # allocates optimizer states, and cached tables
         watch.peak = 0
         with recording(model) as trace:
             step()

@@ -29,14 +29,14 @@ def test_segments_depend_on_the_request(nbytes, reserved):
     assert allocator.reserved == reserved * MIB
 
 
-def after(moves: str, **about: Any) -> CachingAllocator:
-    """An allocator after moves: 40 takes as many MiB under the next number, -1 frees number 1."""
-    allocator, number = CachingAllocator(**about), count()
-    for move in moves.split():
-        if move.startswith("-"):
-            allocator.free(int(move[1:]))
+def after(requests: str, **options: Any) -> CachingAllocator:
+    """Return an allocator after requests: 40 allocates 40 MiB with the next key, -1 frees key 1."""
+    allocator, key = CachingAllocator(**options), count()
+    for request in requests.split():
+        if request.startswith("-"):
+            allocator.free(int(request[1:]))
         else:
-            allocator.allocate(next(number), int(move) * MIB)
+            allocator.allocate(next(key), int(request) * MIB)
     return allocator
 
 
@@ -86,12 +86,11 @@ def test_only_whole_pages_of_a_segment_are_returned():
     assert allocator.reserved == 40 * MIB
 
 
-requests = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB), st.integers(0, 1)), max_size=60
-)
+# A key, bytes, and a stream.
+REQUEST = st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB), st.integers(0, 1))
 
 
-@given(requests, st.booleans(), st.sampled_from([None, 120 * MIB]))
+@given(st.lists(REQUEST, max_size=60), st.booleans(), st.sampled_from([None, 120 * MIB]))
 def test_counts_are_consistent_after_any_sequence(sequence, expandable, capacity):
     streams = {key: stream for key, _, stream in sequence}
     allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)

@@ -51,14 +51,12 @@ def test_the_peak_of_packed_experts_with_adapters_is_within_a_percent(
     check(rank, world_size, family, folder, [*chosen, *EXPERTS], hidden_size=64)
 
 
-def check(
-    rank: int, world_size: int, family: str, folder: Path, chosen: list[str], **sizes: int
-) -> None:
+def check(rank: int, ranks: int, family: str, path: Path, chosen: list[str], **sizes: int) -> None:
     if rank == 0:
-        save_decoder(family, folder, vocab_size=1000, **sizes)
+        save_decoder(family, path, vocab_size=1000, **sizes)
     collectives_for(torch.device("cpu")).barrier()
-    words = [f"launch.nproc_per_node={world_size}", f"train.global_batch_size={2 * world_size}"]
-    config = stored_config(validate(assign_ranks(compose(folder, *WORDS, *words, *chosen))))
+    words = [f"launch.nproc_per_node={ranks}", f"train.global_batch_size={2 * ranks}"]
+    config = stored_config(validate(assign_ranks(compose(path, *WORDS, *words, *chosen))))
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))

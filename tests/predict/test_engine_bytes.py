@@ -1,4 +1,4 @@
-"""The estimated bytes equal those that the engine held."""
+"""The estimated bytes equal the bytes that the engine has allocated."""
 
 import pytest
 import torch
@@ -33,13 +33,13 @@ WINDOWS = [(True,), (True, True, True), (False, False, True)]
 
 def planned(
     strategy: str, owner_map: str, ranks: int, reduces: tuple[bool, ...], *, tied: bool, bf16: bool,
-    copies: int = 1,
+    replicas: int = 1,
 ) -> EnginePeak:  # fmt: skip
     units = module_units(make_net(tied=tied), None)
-    division = lay_out(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
-    place = MeshPosition(0, division.ranks_per_replica, copies, Transport.GLOO)
-    step = StepPlan(division, place, Precision("bfloat16" if bf16 else None))
-    return engine_peak(TrainingPlan(step, reduces))
+    model_layout = lay_out(units, STRATEGIES[strategy], ranks, ranks // replicas, owner_map)
+    position = MeshPosition(0, model_layout.ranks_per_replica, replicas, Transport.GLOO)
+    step_plan = StepPlan(model_layout, position, Precision("bfloat16" if bf16 else None))
+    return engine_peak(TrainingPlan(step_plan, reduces))
 
 
 def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
@@ -81,7 +81,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
         model = shard_model(make_net(tied=tied), strategy, dp_shard_size=2, precision=precision)
         held = model.collectives.all_gather_values(measured(model, rank, reduces))
-        expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
+        expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, replicas=2)
         assert max(held) == held[expected.replica * 2 + expected.rank] == expected.peak_bytes
 
 
@@ -89,7 +89,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
 @distributed(world_size=4)
 @in_turn(strategy=list(STRATEGIES))
 def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, strategy):
-    """Measured from storage: 1/W, or the whole; two moments for each."""
+    """Measure storages: a rank has a shard or all of the gradients, and two moments of each."""
     row = STRATEGIES[strategy]
     parts = 2 if row.replicates else 4
     size = parts * row.shares_per_shard(2)
@@ -103,11 +103,11 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
     optimizer.step()
     states = optimizer.memory_bytes() - 4 * len(optimizer.spans)
     expected = 2 * 4 * whole // (size if row.shards_optimizer else 1)
-    assert expected - 2 * 4 * 64 * len(of_grads) <= states <= expected  # none for mere padding
+    assert expected - 2 * 4 * 64 * len(of_grads) <= states <= expected  # no states for padding
     masters = {s.master.untyped_storage().data_ptr(): s.master for s in model.flat_shards()}
     taken = sum(master.untyped_storage().nbytes() for master in masters.values())
     if row.shards_params:
-        assert taken == 4 * whole // parts  # of which masters in the same dtype are a window
+        assert taken == 4 * whole // parts  # masters in the same dtype are views
 
 
 WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=false"]

@@ -37,7 +37,7 @@ SMALL = (
     "launch.nproc_per_node=2 train.global_batch_size=2"
 )
 SHARDING = [name for name, row in STRATEGIES.items() if row.shards_optimizer]
-RENEWING = [name for name in SHARDING if STRATEGIES[name].syncs_params]
+SYNCING = [name for name in SHARDING if STRATEGIES[name].syncs_params]
 PREDICTOR = Estimator()
 
 
@@ -103,11 +103,11 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
     words = f"cluster=h100 strategy={strategy}"
     numel = owned(words)
     assert len(numel) == 5  # the root and four blocks
-    # AdamW reads and writes 8 times 4 bytes, the cast writes 2; 2 are read and 4 written by copies.
+    # AdamW reads and writes 8 * 4 bytes, and the cast writes 2. Copies read 2 bytes and write 4.
     host = Host(down=4e9, steps=40e9, up=2e12)  # an element takes 1 ns, 1 ns, and 1 ps
     on_host(monkeypatch, host, Free(), Instant())
     found = predicted(f"{words} strategy.offload=states")
-    done = [0.0]  # a step begins with its gradient, which arrives while the one before runs
+    done = [0.0]  # a gradient arrives while the step of the previous unit runs
     arrived: list[float] = []
     for number, count in enumerate(numel):
         begin = max(arrived[-1] if arrived else 0.0, done[max(0, number - 1)])
@@ -115,7 +115,7 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
         done.append(max(done[-1], arrived[-1]) + count * 1e-9)
     assert found.seconds == pytest.approx(done[-1] + numel[-1] * 1e-12, rel=1e-6)
     assert found.simulated.seconds_by_phase["optimizer"] == pytest.approx(found.seconds)
-    # Gradients that left during backward have arrived: 36 bytes per element are left.
+    # Gradients that are offloaded during backward have arrived: 36 bytes per element are left.
     host = Host(steps=36e9)
     on_host(monkeypatch, host, Free(), Instant())
     found = predicted(f"{words} strategy.offload=states,gradients")
@@ -130,7 +130,7 @@ def test_units_come_from_the_host_one_after_another_behind_the_computation(monke
     on_host(monkeypatch, Host(up=1e6), Free(), Instant())
     found = predicted(words)
     copies = spans(found.simulated, UP)
-    # The root and four blocks, and again those two that are not in a slot when backward begins.
+    # The root and four blocks; two blocks again, which no unshard buffer has when backward begins.
     assert [each.label.split()[-1] for each in copies[:2]] == ["root", "model.layers.0"]
     assert len(copies) == 7
     assert found.seconds == pytest.approx(found.simulated.sent_bytes[UP] / 1e6, rel=1e-6)
@@ -164,14 +164,14 @@ def test_a_unit_waits_for_its_own_result_only(monkeypatch):
         before = max(end for end in ends if end <= forward.start + 1e-12)
         assert forward.start == pytest.approx(max(result, before), rel=1e-9)
     assert forwards[0].start < results[2]
-    # The gather of the unit ahead waits before the unit in front of it computes.
+    # The gather of the next unit waits before a unit computes.
     found = predicted(f"{words} prefetch=both")
     results = [each.end for each in spans(found.simulated, UP)]
     forwards = forwards_of(found)
     assert results[2] <= forwards[0].start < results[3]
 
 
-@pytest.mark.parametrize("strategy", RENEWING)
+@pytest.mark.parametrize("strategy", SYNCING)
 def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, monkeypatch):
     words = f"cluster=h100 strategy={strategy} launch.nnodes=2 train.global_batch_size=4"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1.0), Plain())
@@ -189,9 +189,8 @@ def test_the_host_bounds_a_step_and_more_bandwidth_is_never_slower(offload):
     words = f"cluster=h100 strategy=full_shard strategy.offload={offload}"
     total = sum(owned(words)) * (40 if offload == "states" else 36) * 2  # of both ranks
     for key in ("host_bandwidth", "pcie_bandwidth"):
-        times = [
-            predicted(f"{words} cluster.{key}={rate}").seconds for rate in (0.001, 0.01, 0.1, 10)
-        ]
+        rates = (0.001, 0.01, 0.1, 10)
+        times = [predicted(f"{words} cluster.{key}={rate}").seconds for rate in rates]
         assert all(fast <= slow * (1 + 1e-9) for slow, fast in pairwise(times))
         assert times[0] > 1.2 * times[-1]
         if key == "host_bandwidth":
@@ -211,11 +210,11 @@ def copied_bytes() -> Iterator[list[int]]:
     found: list[int] = []
     copy = Copier._copy
 
-    def counted(self: Copier, target: Tensor, source: Tensor, *about: Any) -> Any:
+    def counted(self: Copier, target: Tensor, source: Tensor, *args: Any) -> Any:
         found.append(target.nbytes)
-        return copy(self, target, source, *about)
+        return copy(self, target, source, *args)
 
-    with mock.patch.object(Copier, "copy", counted):
+    with mock.patch.object(Copier, "_copy", counted):
         yield found
 
 
@@ -253,5 +252,5 @@ def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int,
     with copied_bytes() as copied:
         step()
     sent = predicted(words).simulated.sent_bytes
-    steps_there = HOST_SCALARS if model.host is not None else 0
-    assert sum(copied) == sent.get(DOWN, 0) + sent[UP] + steps_there
+    scalars = HOST_SCALARS if model.host is not None else 0
+    assert sum(copied) == sent.get(DOWN, 0) + sent[UP] + scalars

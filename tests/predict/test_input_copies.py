@@ -22,7 +22,7 @@ from tests.train_step import train_step
 
 WORDS = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
 SENT = f"{WORDS} activation_checkpointing.offload=true"
-INPUT = 16 * 32 * 2  # bytes: positions, width, bf16; three blocks of four send them
+INPUT = 16 * 32 * 2  # bytes of an input: positions, width, bf16; three of four blocks offload it
 TWO = "accumulation.steps=2 train.global_batch_size=4"
 
 
@@ -47,9 +47,8 @@ def test_an_input_returns_while_the_block_after_it_is_recomputed(monkeypatch):
     assert found.seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
     starts = {each.label: each.start for each in spans(found.simulated, COMPUTE)}
     layers = [f"model.layers.{number}" for number in range(4)]
-    down, up = (
-        {each.label: each.start for each in spans(found.simulated, way)} for way in (DOWN, UP)
-    )
+    copies = (spans(found.simulated, queue) for queue in (DOWN, UP))
+    down, up = ({each.label: each.start for each in of_queue} for of_queue in copies)
     assert list(down) == [f"input of {each}" for each in layers[:3]]
     for layer, after in pairwise(layers):
         assert down[f"input of {layer}"] == pytest.approx(starts[f"forward {layer}"])

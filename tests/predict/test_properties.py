@@ -158,7 +158,7 @@ def test_fewer_bytes_are_never_slower(strategy):
 class TwoSpeeds:
     """A network without latency, whose rings are slower where they leave a node."""
 
-    inter: float  # times the rate within
+    inter: float  # rate between nodes, relative to the rate within a node
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: GroupShape) -> Transfer:
         plain = Plain().transfer(kind, nbytes, group)
@@ -187,16 +187,14 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
     strategy = {"fsdp2": "full_shard", "ddp": "no_shard"}[engine]
     long = ["train.seq_len=8192", "model.max_seq_len=8192"]  # so that the host limits neither
     ours, theirs = (step(f"engine={e}", f"strategy={strategy}", *long) for e in ("fsdpctl", engine))
-    assert (
-        theirs.simulated.sent_bytes[NETWORK_LINKS]
-        >= 0.95 * ours.simulated.sent_bytes[NETWORK_LINKS]
-    )
+    sent, sent_by_ours = (x.simulated.sent_bytes[NETWORK_LINKS] for x in (theirs, ours))
+    assert sent >= 0.95 * sent_by_ours
     assert theirs.seconds >= 0.95 * ours.seconds
 
 
 @pytest.mark.parametrize(("strategy", "again"), [("full_shard", 5 / 18), ("shard_grad_op", 0)])
 def test_reentrant_checkpoints_gather_again_what_forward_has_freed(strategy, again):
-    """Five of six blocks, beside two gathers and a reduction in float32, which is two more."""
+    """Five of six blocks are gathered thrice; a reduction in float32 counts as two gathers."""
     words = ["engine=fsdp2", f"strategy={strategy}", "activation_checkpointing=full"]
     words += ["launch.nnodes=1", "train.global_batch_size=8", "model.vocab_size=8"]
     programs = ("engine.program=fsdpctl", "engine.program=reentrant")

@@ -32,23 +32,20 @@ GIB = 1 << 30
 def estimated(
     shape: Shape, length: int, checkpointing: str, run: Callable[[nn.Module], object]
 ) -> CachingAllocator:
-    """On eight ranks, in bfloat16 with float32 reduction, and AdamW tensor by tensor."""
+    """Replay steps on eight ranks, in bfloat16 with float32 reduction, and AdamW by tensor."""
     with torch.device("meta"):
         model = Titan(shape, length)
     units = module_units(model, None)
     traced = PassTracer(MetaModule(model, units), dtype=torch.bfloat16, device="cuda")
     model_pass = traced.model_pass(run, ActivationCheckpointingConfig(checkpointing))
-    writer = MemoryRecorder(model_pass, units[-1].name, last_is_head=True)
-    strategy, place = get_strategy("full_shard"), MeshPosition(0, 8, 1, Transport.NCCL)
-    division, dtypes = (
-        lay_out(units, strategy, 8, 8, "even"),
-        Precision("bfloat16", None, "float32"),
-    )
-    plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
-    steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
-    script = AllocationTrace(writer, steps, draws=False, cuda=True)
-    allocator = CachingAllocator(streams=writer.streams)
-    replay(script, allocator)
+    recorder = MemoryRecorder(model_pass, units[-1].name, last_is_head=True)
+    strategy, position = get_strategy("full_shard"), MeshPosition(0, 8, 1, Transport.NCCL)
+    model_layout = lay_out(units, strategy, 8, 8, "even")
+    precision = Precision("bfloat16", None, "float32")
+    plan = TrainingPlan(StepPlan(model_layout, position, precision), (True,))
+    steps = Fsdp2Steps(units, strategy, plan, recorder, fused=False)
+    allocator = CachingAllocator(streams=recorder.streams)
+    replay(AllocationTrace(recorder, steps, draws=False, cuda=True), allocator)
     return allocator
 
 
@@ -65,17 +62,17 @@ class Published:
     measured: Mapping[str, float]
 
     def estimate(self) -> CachingAllocator:
-        kept: list[Tensor] = []
+        outliving: list[Tensor] = []
 
         def run(model: nn.Module) -> None:
             shape = (self.samples, self.length)
-            predicted = model(torch.empty(shape, dtype=torch.int64))
+            logits = model(torch.empty(shape, dtype=torch.int64))
             if self.keeps_logits:
-                predicted = predicted.float()
-                kept[:] = [predicted]
-            wanted = torch.empty(shape, dtype=torch.int64)
-            loss = F.cross_entropy(predicted.flatten(0, 1).float(), wanted.flatten(0, 1))
-            del predicted
+                logits = logits.float()
+                outliving[:] = [logits]
+            targets = torch.empty(shape, dtype=torch.int64)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
+            del logits
             loss.backward()
 
         return estimated(self.shape, self.length, self.checkpointing, run)

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.predict.published_step import Step
 
 PREDICTOR = Estimator()
 _SHARDINGS = ("full_shard", "shard_grad_op")
+name_of = attrgetter("name")
 
 
 def planned(words: str) -> RunPlan:
@@ -40,13 +42,11 @@ def error_of(step: Step) -> float:
     return found.tokens / found.seconds / ranks / step.tokens_per_second - 1
 
 
-@pytest.mark.parametrize(
-    "step", fast(*PUBLISHED[:2], slow=PUBLISHED[2:]), ids=lambda step: step.name
-)
+@pytest.mark.parametrize("step", fast(*PUBLISHED[:2], slow=PUBLISHED[2:]), ids=name_of)
 def test_a_published_step_is_predicted_within_15_percent(step):
     if step.differs:  # faster or slower by its program, at most 2.5 times
         assert 0.6 <= 1 + error_of(step) <= 2.5
-    else:  # steps in 4 bits are of another format than NF4
+    else:  # published steps in 4 bits use another format than NF4
         most = 0.2 if step in BLACKWELL else 0.15  # most of these have experts
         assert abs(error_of(step)) <= (0.21 if "QLoRA" in step.name else most)
 
@@ -70,9 +70,7 @@ def used_bytes(step: Step) -> int:
 _WITH_MEMORY = [step for step in PUBLISHED if step.used is not None]
 
 
-@pytest.mark.parametrize(
-    "step", fast(*_WITH_MEMORY[:1], slow=_WITH_MEMORY[1:]), ids=lambda step: step.name
-)
+@pytest.mark.parametrize("step", fast(*_WITH_MEMORY[:1], slow=_WITH_MEMORY[1:]), ids=name_of)
 def test_the_published_memory_of_a_step_is_estimated_within_8_percent(step):
     assert abs(used_bytes(step) / (1 << 30) / step.used - 1) <= 0.08
 
@@ -81,7 +79,7 @@ _ALLOCATED = [step for step in PUBLISHED if step.allocated is not None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", _ALLOCATED, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", _ALLOCATED, ids=name_of)
 def test_published_allocations_are_estimated_within_5_percent(step):
     found = PREDICTOR.estimate(planned(step.settings)).allocated
     assert found / (1 << 30) == pytest.approx(step.allocated, rel=0.05)
@@ -100,9 +98,8 @@ def test_at_64k_tokens_the_attention_kernel_determines_the_step_time():
         "model=llama3_8b cluster=h100 model.max_seq_len=65536 train.seq_len=65536 "
         "train.micro_batch_size=1 train.global_batch_size=8 model.vocab_size=512 model.attention="
     )
-    second, third, auto = (
-        predicted(f"{words}{kernel}")[0].seconds for kernel in ("flash", "flash3", "auto")
-    )
+    kernels = ("flash", "flash3", "auto")
+    second, third, auto = (predicted(f"{words}{kernel}")[0].seconds for kernel in kernels)
     assert 1.35 <= second / third <= 1.65
     assert third < auto < second  # cuDNN's
 
@@ -126,6 +123,6 @@ def test_error_bands_are_those_of_the_published_steps():
         other = PREDICTOR.estimate(planned(words.replace("cluster=h100", f"cluster={card}")))
         found = band_of(other, 1.0)
         assert found is not None
-        own = by_kind["dense"].get(card, [])
-        assert all(found.low <= 1 + error <= found.high for error in own)
-        assert ("none of rtx4090 is published" in str(found)) == (not own)
+        of_card = by_kind["dense"].get(card, [])
+        assert all(found.low <= 1 + error <= found.high for error in of_card)
+        assert ("none of rtx4090 is published" in str(found)) == (not of_card)

@@ -3,6 +3,7 @@
 import pytest
 
 from fsdpctl.predict.simulator import Compute, SimulatedStep, Start, Task, Transfer, Wait
+from fsdpctl.predict.step_recorder import Keys
 from tests.predict.timeline import COMPUTE, Timeline, spans
 
 
@@ -10,10 +11,9 @@ def simulated(*tasks: Task) -> SimulatedStep:
     return Timeline().run(tasks)
 
 
-def start(
-    key: int, seconds: float, *, queue: str = "a", after: tuple[int, ...] = (), **about
-) -> Start:
-    transfer = Transfer(about.pop("link", "wire"), about.pop("latency", 0.0), seconds, **about)
+def start(key: int, seconds: float, *, queue: str = "a", after: Keys = (), **options) -> Start:
+    link, latency = options.pop("link", "wire"), options.pop("latency", 0.0)
+    transfer = Transfer(link, latency, seconds, **options)
     return Start(key, queue, transfer, f"transfer {key}", after)
 
 
@@ -26,13 +26,13 @@ def test_computation_hides_concurrent_transfers():
 
 def test_a_transfer_slows_down_concurrent_computation():
     found = simulated(start(1, 2.0, compute_slowdown=0.25), Compute(3.0, "x"), Wait(1))
-    # 1.5 seconds' worth are done in 2, and 1.5 more follow.
+    # In 2 seconds, computation of 1.5 seconds is done; 1.5 seconds follow.
     assert found.seconds == found.seconds_by_phase["compute"] == pytest.approx(3.5)
 
 
 def test_computation_slows_down_a_concurrent_transfer():
     found = simulated(start(1, 2.0, comm_slowdown=0.5), Compute(1.0, "x"), Wait(1))
-    assert found.seconds == pytest.approx(2.5)  # half a second's worth in the first
+    assert found.seconds == pytest.approx(2.5)  # half of the first second's transfer is done
     assert found.exposed_communication == pytest.approx(1.5)
 
 
@@ -52,11 +52,11 @@ def test_two_queues_share_a_link_but_not_two_links():
 def test_latency_does_not_occupy_the_link():
     found = simulated(
         start(1, 1.0, latency=1.0), start(2, 1.0, queue="b"), Wait(1), Wait(2)
-    )  # the second is over when the first begins to flow
+    )  # transfer 2 has ended when the data of transfer 1 is sent
     assert found.seconds == pytest.approx(2.0)
 
 
-def test_a_collective_waits_for_the_one_it_follows():
+def test_a_collective_waits_for_the_transfers_in_after():
     found = simulated(start(1, 1.0), start(2, 1.0, queue="b", after=(1,)), Wait(2))
     assert found.seconds == pytest.approx(2.0)
     assert [(each.lane, each.start) for each in spans(found)] == [("a", 0.0), ("b", 1.0)]

@@ -55,11 +55,11 @@ def predicted(
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
     plan = plan_training(run.config, traced.units, steps)
-    copy, within = divmod(rank, plan.step_plan.position.num_shards)
-    plan = plan.at(within, copy)
+    replica, rank_in_replica = divmod(rank, plan.step_plan.position.num_shards)
+    plan = plan.at(rank_in_replica, replica)
     if transport is not None:
-        place = replace(plan.step_plan.position, transport=transport)
-        plan = replace(plan, step_plan=replace(plan.step_plan, position=place))
+        position = replace(plan.step_plan.position, transport=transport)
+        plan = replace(plan, step_plan=replace(plan.step_plan, position=position))
     assert plan.step_plan == model._runtime.plan, config
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
@@ -68,9 +68,9 @@ def predicted(
     inputs = host_inputs(model)
     on_host = inputs.buffers.nbytes if inputs else 0
     assert host_inputs_bytes(model_pass.offloaded.values()) == on_host, config
-    writer = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
-    script = AllocationTrace(writer, FsdpctlSteps(plan, writer), draws=False, cuda=False)
-    peak = sum(find_peak(script, writer.purpose, 1).breakdown.values())
+    recorder = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
+    trace = AllocationTrace(recorder, FsdpctlSteps(plan, recorder), draws=False, cuda=False)
+    peak = sum(find_peak(trace, recorder.purpose, 1).breakdown.values())
     states = plan.host_model_bytes
     if not plan.step_plan.steps_on_host:
         states += plan.states_bytes
@@ -87,14 +87,14 @@ def check(config: Resolved, rank: int, transport: Transport | None = None) -> tu
     model = make_model(config, cpu, trains=True)
     if transport is None:
         enable_context_parallel(cpu, model.collectives.size, config.train.context_parallel)
-    if transport is Transport.NCCL:  # nobody adds
-        model._step_check._check = lambda *about: None  # type: ignore[method-assign]
+    if transport is Transport.NCCL:  # the fake collectives do not add up
+        model._step_check._check = lambda *_: None  # type: ignore[method-assign]
     model.overlap_param_gather = model.host is not None
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, partial(train_step, config, model, optimizer))
     expected, planned, states = predicted(config, rank, model, transport)
     assert events[: len(planned)] == planned, config
-    if model.host is None:  # what follows is the optimizer's step and the end of the gradients
+    if model.host is None:  # the optimizer's step and the end of the gradients follow
         rest = events[len(planned) :]
         assert all(e.kind is EventKind.SYNC or e.buffer is BufferKind.GRADS for e in rest), config
     assert optimizer.memory_bytes() + model.host_memory_bytes() == states, config
@@ -108,17 +108,15 @@ def peaks_of(rank: int, ranks: int, seed: int) -> tuple[int, int]:
 
 
 @contextmanager
-def one_of(rank: int, ranks: int) -> Iterator[None]:
-    """Collectives do nothing: no thread of theirs holds memory a moment longer."""
+def fake_group(rank: int, ranks: int) -> Iterator[None]:
+    """Use collectives that do nothing, so that none of their threads holds memory."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     on_cpu = mock.patch.object(
         fsdpctl_update, "tile_bytes", lambda largest, _, dtype: tile_bytes(largest, "cpu", dtype)
     )
     try:
-        with (
-            mock.patch.object(process_group, "all_gather_values", lambda value, _: [value] * ranks),
-            on_cpu,
-        ):
+        repeat = mock.patch.object(process_group, "all_gather_values", lambda x, _: [x] * ranks)
+        with repeat, on_cpu:
             yield
     finally:
         dist.destroy_process_group()
@@ -127,11 +125,11 @@ def one_of(rank: int, ranks: int) -> Iterator[None]:
 @WHOLE
 @pytest.mark.parametrize("ranks", fast(2, slow=[4, 12]))
 def test_estimates_are_exact_over_nccl(ranks: int, whole: bool) -> None:
-    """Gradients that are collected first, and embeddings in pieces."""
+    """Over NCCL, gradients are collected first, and embeddings are reduced in pieces."""
     for seed in range(CASES) if whole else SAMPLED[:1]:
         config = random_config(random.Random(f"nccl {seed} {ranks}"), ranks, on_gloo=False)
         rank = seed % ranks
-        with one_of(rank, ranks), nccl_path():
+        with fake_group(rank, ranks), nccl_path():
             check(config, rank, Transport.NCCL)
 
 

@@ -8,7 +8,7 @@ COMPUTE = "compute"
 
 
 class TimelineSpan(NamedTuple):
-    """Something that ran from `start` to `end`, in seconds since the start of the step."""
+    """A task that ran from `start` to `end`, in seconds since the start of the step."""
 
     lane: str  # COMPUTE, or the name of a queue
     label: str
