@@ -130,8 +130,7 @@ class RunLock:
         If processes of a killed launcher remain, call `on_wait()` and wait for them to exit.
         UsageError if another launcher is alive, or one of its ranks does not exit.
         """
-        deadline = time.monotonic() + _WIND_DOWN_SECONDS
-        has_called = False
+        deadline, has_called = time.monotonic() + _WIND_DOWN_SECONDS, False
         while not self._try(fcntl.LOCK_EX):
             self._file.seek(0)
             text = self._file.read(_MOST_DIGITS).strip()
@@ -141,7 +140,13 @@ class RunLock:
             # Without access to the processes that hold the lock, the number in the file decides.
             is_alive = launcher in holders if holders else psutil.pid_exists(launcher)
             if is_alive or time.monotonic() > deadline:
-                raise UsageError(self._in_use(launcher, holders, is_alive=is_alive))
+                problem = f"in use by a running launcher (process {launcher})"
+                if holders and not is_alive:
+                    kill = f"kill -9 {' '.join(map(str, holders))}"
+                    problem = (
+                        f"in use by an earlier launcher's processes; to end them, run `{kill}`"
+                    )
+                raise UsageError(f"train.run_dir={self._path.parent}: {problem}")
             if not has_called:
                 on_wait()
                 has_called = True
@@ -172,13 +177,6 @@ class RunLock:
         except BlockingIOError:
             return False
         return True
-
-    def _in_use(self, launcher: int, holders: list[int], *, is_alive: bool) -> str:
-        location = f"train.run_dir={self._path.parent}"
-        if is_alive or not holders:
-            return f"{location}: in use by a running launcher (process {launcher})"
-        kill = f"kill -9 {' '.join(map(str, holders))}"
-        return f"{location}: in use by processes of an earlier launcher; to end them, run `{kill}`"
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:

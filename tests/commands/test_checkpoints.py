@@ -125,9 +125,8 @@ def test_shard_and_consolidate_keep_every_byte(trained, tmp_path):
     spans = shown["tensors"]["model/lm_head.weight"]["spans"]
     assert [each["file"] for each in spans] == [f"rank-0000{n}.safetensors" for n in range(3)]
     assert fsdpctl("consolidate-checkpoint", "sharded", "out", cwd=tmp_path).returncode == 0
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (trained / "in", tmp_path / "out")
-    )
+    folders = trained / "in", tmp_path / "out"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

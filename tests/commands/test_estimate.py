@@ -187,9 +187,8 @@ def test_several_files_of_other_tools_have_a_verdict_each(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "dpo.yaml").write_text("base_model: meta-llama/Llama-3.1-8B\nrl: dpo\n")
     words = ["estimate-memory", "--from", str(tmp_path), "cluster=8xrtx4090"]
-    _, alone = invoke(
-        "estimate-memory", "--from", str(tmp_path / "axolotl-full.yaml"), *words[3:], "--json"
-    )
+    file = str(tmp_path / "axolotl-full.yaml")
+    _, alone = invoke("estimate-memory", "--from", file, *words[3:], "--json")
     code, text = invoke(*words, "--require-fit")
     large, small, refused, named = text.splitlines()
     assert (code, named.endswith(f"not estimated: {tmp_path / 'below' / 'dpo.yaml'}")) == (3, True)

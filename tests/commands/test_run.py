@@ -229,9 +229,8 @@ def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: 
     pytest.param(-9, "", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
-    (tmp_path / RUN_CONFIG).write_text(
-        config_to_yaml(assign_ranks(compose_config(LACKING).config, HERE))
-    )
+    config = assign_ranks(compose_config(LACKING).config, HERE)
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
     failure = Failure(1, "here", exit_code, message, 0)
     _show_failure(failure, tmp_path, RoundOutcome((failure,), None))
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -82,10 +82,8 @@ def test_tokens_are_drawn_as_asked():
 
 
 def test_the_command_takes_them(checkpoint):
-    said = [
-        invoke("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed", seed)
-        for seed in ("1", "2")
-    ]
+    words = ("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed")
+    said = [invoke(*words, seed) for seed in ("1", "2")]
     assert (said[0], said[0][0]) == (said[1], 0)
     assert invoke("sample", str(checkpoint), "--top-p", "0")[0] == 2
 
@@ -115,6 +113,5 @@ def test_spaces_between_pieces_are_kept(before):
     words = JsonTokenizer(WordLevel({f"▁w{n}": n for n in range(6)}, unk_token="▁w0"))
     words.decoder = Metaspace()
     tokenizer = FileTokenizer("words", {"tokenizer.json": words.to_str().encode()})
-    assert "".join(tokenizer.decode_stream([3, 4, 5], before)) == (
-        " w3 w4 w5" if before else "w3 w4 w5"
-    )
+    text = "".join(tokenizer.decode_stream([3, 4, 5], before))
+    assert text == (" w3 w4 w5" if before else "w3 w4 w5")

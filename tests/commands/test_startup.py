@@ -160,9 +160,8 @@ def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_y
     def started(ranks: int) -> tuple[PreparedRun, list[str]]:
         said: list[str] = []
         typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
-        begun = prepare_run(
-            compose_config(typed), typed, "auto", Reporter(said.append, print, said.append)
-        )
+        reporter = Reporter(said.append, print, said.append)
+        begun = prepare_run(compose_config(typed), typed, "auto", reporter)
         assert begun is not None
         begun.lock.release()
         return begun, changed_in(said)

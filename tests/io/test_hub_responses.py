@@ -153,9 +153,8 @@ def test_an_honest_server_may_compress_pages_and_redirect_within_the_hub(hub):
     (f"snapshots/{SHA}/a.jsonl", None, "a.jsonl links to .*, outside the directory"),
 ])  # fmt: skip
 def test_a_cache_leads_nowhere_else(hub, file, content, words):
-    for folder, (path, find) in zip(
-        ("models--o--m", "datasets--o--d"), FINDERS.items(), strict=True
-    ):
+    folders = "models--o--m", "datasets--o--d"
+    for folder, (path, find) in zip(folders, FINDERS.items(), strict=True):
         find(path)
         place = Path("hub", folder, file)
         if find is local_model and not place.exists():

@@ -49,11 +49,10 @@ def test_a_missing_package_names_its_versions_and_the_line_that_installs_it(fake
 def test_a_package_that_fails_to_import_is_not_called_missing(fakes, monkeypatch, source, reason):
     monkeypatch.delitem(sys.modules, "gguf", raising=False)
     plant(fakes, "gguf", source, "0.1.2")
-    with pytest.raises(
-        UsageError, match=f"m.gguf: gguf 0.1.2 cannot be imported .{reason}"
-    ) as told:
+    problem = f"m.gguf: gguf 0.1.2 cannot be imported .{reason}"
+    with pytest.raises(UsageError, match=problem) as caught:
         import_package("gguf", "m.gguf")
-    assert str(told.value).endswith("run `pip install -U 'gguf>=0.17'`")
+    assert str(caught.value).endswith("run `pip install -U 'gguf>=0.17'`")
 
 
 @pytest.mark.parametrize("url, driver", [("s3://b/x", "s3fs"), ("gs://b/x", "gcsfs")])

@@ -64,10 +64,8 @@ def test_a_dry_run_and_a_start_name_the_file_that_has_changed_and_the_way_on_wor
         file.write(more)
     code, said = invoke("train", *words, "--dry-run")
     assert code == 2
-    assert (
-        f"(changed {tmp_path / name}); restore the old data, or pass --resume R train.run_dir=NEW"
-        in said
-    )
+    hint = "restore the old data, or pass --resume R train.run_dir=NEW"
+    assert f"(changed {tmp_path / name}); {hint}" in said
     with pytest.raises(UsageError, match=rf"changed {tmp_path / name}\)"):
         started(words)
     new = [*words[:-1], "train.run_dir=NEW"]

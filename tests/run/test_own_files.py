@@ -120,9 +120,8 @@ def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
     ]
     assert len(names) > 10
     before = everything_in(outside)
-    config = stored_config(
-        compose_config([*words[:-1], f"train.run_dir={tmp_path / 'copy'}"]).config
-    )
+    settings = [*words[:-1], f"train.run_dir={tmp_path / 'copy'}"]
+    config = stored_config(compose_config(settings).config)
     for name in names:
         shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
         put(tmp_path / "copy" / name, "link", outside)
