@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-_UNLESS_SET = {
+_DEFAULT_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def main() -> None:
     # Libraries read these variables when they are imported, here and in all child processes.
     # fsdpctl itself reports what matters in warnings of transformers and torch's C++, such as a
     # lost launcher. OpenMP threads that spin would keep cores busy; GOMP_SPINCOUNT overrides that.
-    for name, text in _UNLESS_SET.items():
+    for name, text in _DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, text)
     try:
         from fsdpctl.commands.app import main as run  # slow to import

@@ -123,13 +123,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` with the known name closest to `word`, or an empty string."""
     word, names = word.lower(), {each.lower(): each for each in known}
     # A name with `word` as its beginning, or the reverse, is closer than a similar name.
-    close = sorted(
-        (
-            each
-            for each in names
-            if min(len(word), len(each)) > 2 and (each.startswith(word) or word.startswith(each))
-        ),
-        key=lambda each: abs(len(each) - len(word)),
-    )
+    close = [x for x in names if x.startswith(word) or word.startswith(x)]
+    close = [name for name in close if min(len(word), len(name)) > 2]
+    close.sort(key=lambda name: abs(len(name) - len(word)))
     close = close or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {names[close[0]]}?" if close else ""

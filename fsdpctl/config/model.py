@@ -20,9 +20,7 @@ MAX_LAYERS, MAX_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest 
 class LoraConfig:
     """Low-rank adapters of linear layers (Hu et al., LoRA, 2021)."""
 
-    rank: int | None = optional_key(
-        "LoRA rank; all other weights are frozen", within=(1, MAX_WIDTH)
-    )
+    rank: int | None = optional_key("LoRA rank; other weights are frozen", within=(1, MAX_WIDTH))
     alpha: float | None = auto_key(
         "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank", minimum=0
     )
@@ -81,9 +79,7 @@ class ModelConfig:
     num_heads: int = key(4, "number of query heads", within=(1, MAX_WIDTH))
     num_kv_heads: int = key(2, "number of KV heads; divides num_heads", within=(1, MAX_WIDTH))
     head_dim: int | None = auto_key("head size; auto: hidden_size/num_heads", within=(2, MAX_WIDTH))
-    vocab_size: int | None = auto_key(
-        "vocabulary size; auto: the tokenizer's", within=(1, MAX_TOKENS)
-    )
+    vocab_size: int | None = auto_key("vocab size; auto: the tokenizer's", within=(1, MAX_TOKENS))
     max_seq_len: int = key(2048, "longest sequence that an export declares", within=(1, MAX_TOKENS))
     first_new_token: int | None = optional_key(
         "first row of embeddings for added tokens, which start as the mean of the rows before",

@@ -49,9 +49,7 @@ class TrainConfig:
         "for shorter data or conversations",
         within=(1, _MAX_LENGTH),
     )
-    context_parallel: int = key(
-        1, "adjacent ranks that share a sample; for long samples", minimum=1
-    )
+    context_parallel: int = key(1, "adjacent ranks per sample, for long samples", minimum=1)
     global_batch_size: int = auto_key(
         "samples per step, over all ranks; auto: 16, or 4 or 8 if conversations would train for "
         "less than 50 steps; at least one per rank",

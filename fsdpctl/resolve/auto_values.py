@@ -2,8 +2,7 @@
 
 Note: a key is filled in at the stage at which the inputs of its row are known. A run may resume on
 another number of ranks: values that decide the losses do not depend on it, except for the minimum
-of samples per step. Code that reads keys without a row, such as `launch.share_memory`, computes
-their `auto` itself.
+of samples per step. The reader of a key without a row, such as `launch.share_memory`, computes it.
 """
 
 import hashlib
