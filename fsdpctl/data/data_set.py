@@ -93,10 +93,7 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
         generation_prompt=first.generation_prompt,
         files=tuple(file for each in data_sets for file in each.files),
         token_files=tuple(file for each in data_sets for file in each.token_files),
-        notes=(
-            *_note_on_shares([each.typed_share or 0 for each in sources]),
-            *_notes(names, data_sets),
-        ),
+        notes=(*_share_notes([x.typed_share or 0 for x in sources]), *_notes(names, data_sets)),
         format_notes=tuple(note for each in data_sets for note in each.format_notes),
         date=next((each.date for each in data_sets if each.date), None),
         template=next((each.template for each in data_sets if each.template), None),
@@ -105,7 +102,7 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
     )
 
 
-def _note_on_shares(weights: Sequence[float]) -> Iterator[str]:
+def _share_notes(weights: Sequence[float]) -> Iterator[str]:
     """Yield a note if shares look like fractions but don't add up to 1; any numbers are valid."""
     total = sum(weights)
     if 0 < max(weights) < 1 and not math.isclose(total, 1, abs_tol=1e-2):

@@ -209,11 +209,8 @@ def _configurations(card: Path, location: str) -> dict[str, dict[str, Any]]:
             return {}
         raise UsageError(f"{location}: the card of the data set cannot be read: {error}") from None
     listed = content.get("configs") if isinstance(content, dict) else None
-    return {
-        str(each.get("config_name", _DEFAULT)): each
-        for each in (listed if isinstance(listed, list) else ())
-        if isinstance(each, dict)
-    }
+    configs = [x for x in (listed if isinstance(listed, list) else ()) if isinstance(x, dict)]
+    return {str(each.get("config_name", _DEFAULT)): each for each in configs}
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -230,12 +227,10 @@ def _matches(name: str, pattern: str) -> bool:
         else:
             ends = {n + 1 for n in ends if n < len(parts) and fnmatchcase(parts[n], part)}
     described = parts[-1] in _DESCRIPTIONS and parts[-1] != pattern_parts[-1]
-    # The numbers of hidden parts and of directories such as __pycache__, in name and pattern.
-    name_counts, pattern_counts = (
-        (sum(each[:1] == "." for each in path), sum(each[:2] == "__" for each in path[:-1]))
-        for path in (parts, pattern_parts)
-    )
-    return len(parts) in ends and not described and name_counts == pattern_counts
+    # Hidden parts and directories such as __pycache__, in the name and in the pattern.
+    paths = parts, pattern_parts
+    counts = [(sum(x[:1] == "." for x in y), sum(x[:2] == "__" for x in y[:-1])) for y in paths]
+    return len(parts) in ends and not described and counts[0] == counts[1]
 
 
 def _missing_shard(names: list[str]) -> str | None:

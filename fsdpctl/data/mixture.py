@@ -130,8 +130,7 @@ class MixedSamples(Samples):
         return samples[index]
 
     def fetch(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            samples, index = self._locate(number)
+        for samples, index in map(self._locate, numbers):
             samples.fetch([index])
 
     def source_of(self, number: int) -> int:

@@ -35,13 +35,10 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
     if config.template is not None:
         # An empty file does not replace the template.
         template = read_text_file(Path(config.template), follow_links=True) or template
-    new_tokens = [
-        AddedToken(
-            text, normalized=False, special=text in template or _CONTROL.fullmatch(text) is not None
-        )
-        for text in config.new_token_texts
-        if text not in added_vocab
-    ]
+    new_texts = [each for each in config.new_token_texts if each not in added_vocab]
+    specials = [each in template or _CONTROL.fullmatch(each) is not None for each in new_texts]
+    pairs = zip(new_texts, specials, strict=True)
+    new_tokens = [AddedToken(text, normalized=False, special=special) for text, special in pairs]
     old_vocab = hf.get_vocab()
     with library_errors(location):
         # In runs, so that ids keep the order of the setting.

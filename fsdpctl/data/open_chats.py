@@ -242,7 +242,7 @@ def _notes(
             lines.append(
                 f"{name}: {count_of(counts.get(chats, 0), 'conversation')}, "
                 f"{count_of(len(part), 'sample')}, {part.num_tokens:,} tokens, "
-                f"{part.num_trained / part.num_tokens:.0%} of them trained on"
+                f"{np.count_nonzero(part.loss_mask) / part.num_tokens:.0%} of them trained on"
             )
         elif config.used_val_fraction:
             lines.append(

@@ -36,7 +36,7 @@ def open_data(
 ) -> DataSet:
     """Open the data of a run; `seed` decides which documents share a sequence.
 
-    `chats` and `text` open one source; their last argument is the setting that has its path.
+    `chat_opener` and `text_opener` open one source; their last argument is the setting of its path.
     UsageError if the data is missing, empty or corrupted, or if a setting doesn't apply to it.
     """
     check_data_keys(config)
@@ -58,13 +58,10 @@ def open_data(
         for path, key in ((config.path, _PATH), (config.val_path, _VAL_PATH))
     )
     check_same_tokenizer(str(config.path), train, config.val_path, val)
+    files, token_files = (*train.files, *val.files), (*train.token_files, *val.token_files)
+    notes = tuple(dict.fromkeys((*train.notes, *val.notes)))
     return replace(
-        train,
-        val=val.train,
-        files=(*train.files, *val.files),
-        token_files=(*train.token_files, *val.token_files),
-        has_val_files=True,
-        notes=(*dict.fromkeys((*train.notes, *val.notes)),),
+        train, val=val.train, files=files, token_files=token_files, has_val_files=True, notes=notes
     )
 
 

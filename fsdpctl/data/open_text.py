@@ -80,18 +80,13 @@ def open_text(
 
 
 def _entry_name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
-    facts = (
-        _CACHE_VERSION,
-        tokenizer.checksum,
-        config.used_val_fraction,
-        config.uses_validation_files,
-    )
-    return entry_name("texts", facts, files)
+    validation = config.used_val_fraction, config.uses_validation_files
+    return entry_name("texts", (_CACHE_VERSION, tokenizer.checksum, *validation), files)
 
 
 def has_cached_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
-    name = _entry_name_of((*files.files, *files.validation), tokenizer, config)
-    return _from_cache(name) is not None
+    paths = (*files.files, *files.validation)
+    return _from_cache(_entry_name_of(paths, tokenizer, config)) is not None
 
 
 def _standard_library(config: DataConfig) -> list[bytes]:

@@ -117,10 +117,6 @@ class DocumentSet:
         return len(self.tokens)
 
     @property
-    def num_trained(self) -> int:
-        return int(np.count_nonzero(self.loss_mask))
-
-    @property
     def lengths(self) -> IntArray:
         return np.diff(self.starts)
 

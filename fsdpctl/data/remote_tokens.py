@@ -68,8 +68,7 @@ class RemoteShard(TokenShard):
 
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
-        first, last = self.offset + start * size, self.offset + stop * size
-        content = self.file.read(first, last)
+        content = self.file.read(self.offset + start * size, self.offset + stop * size)
         self._check()
         return content
 

@@ -5,6 +5,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -247,10 +248,8 @@ def _fsdpctl(file: _InspectedFile) -> TokenFile:
     header = as_type(content, _Header, str(path))
     dtype = TOKEN_DTYPES[header.dtype]
     if file.size != header.num_tokens * dtype.itemsize:
-        raise file.error(
-            f"expected {header.num_tokens} tokens of {dtype.itemsize} bytes by its header, got "
-            f"{file.size} bytes"
-        )
+        expected = f"{header.num_tokens} tokens of {dtype.itemsize} bytes by its header"
+        raise file.error(f"expected {expected}, got {file.size} bytes")
     facts = header.vocab_size, header.tokenizer, header.tokenizer_xxh3, header.xxh3
     return TokenFile(file.shard(dtype), "fsdpctl", file.start_checksum, *facts, header.num_bytes)
 
@@ -262,12 +261,8 @@ def _llm_c(file: _InspectedFile) -> TokenFile:
     if (magic, version) not in _LLM_C:
         raise file.error(f"not a file of llm.c: magic number {magic}, version {version}")
     dtype, vocab_size = _LLM_C[magic, version]
-    return TokenFile(
-        file.shard(TOKEN_DTYPES[dtype], _LLM_C_HEADER, count),
-        "llm.c",
-        file.start_checksum,
-        vocab_size,
-    )
+    shard = file.shard(TOKEN_DTYPES[dtype], _LLM_C_HEADER, count)
+    return TokenFile(shard, "llm.c", file.start_checksum, vocab_size)
 
 
 def _megatron(file: _InspectedFile) -> TokenFile:
@@ -338,14 +333,11 @@ def _numpy(file: _InspectedFile) -> TokenFile:
     return TokenFile(file.shard(dtype, offset, shape[0]), "numpy", file.start_checksum)
 
 
-def _raw(name: str) -> Callable[[_InspectedFile], TokenFile]:
-    def read(file: _InspectedFile) -> TokenFile:
-        if file.start.startswith(_NUMPY):
-            raise file.error(f"data.format={name}: has a header of NumPy; set data.format=auto")
-        shard = file.shard(TOKEN_DTYPES[name])
-        return TokenFile(shard, name, file.start_checksum, hint=_hint(file.start, shard.dtype))
-
-    return read
+def _raw(file: _InspectedFile, name: str) -> TokenFile:
+    if file.start.startswith(_NUMPY):
+        raise file.error(f"data.format={name}: has a header of NumPy; set data.format=auto")
+    shard = file.shard(TOKEN_DTYPES[name])
+    return TokenFile(shard, name, file.start_checksum, hint=_hint(file.start, shard.dtype))
 
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
@@ -364,5 +356,5 @@ def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
 
 _READERS: dict[str, Callable[[_InspectedFile], TokenFile]] = {
     "fsdpctl": _fsdpctl, "llm.c": _llm_c, "megatron": _megatron, "datatrove": _datatrove,
-    "numpy": _numpy, "uint16": _raw("uint16"), "uint32": _raw("uint32"),
+    "numpy": _numpy, **{name: partial(_raw, name=name) for name in TOKEN_DTYPES},
 }  # fmt: skip

@@ -135,6 +135,10 @@ class FileTokenizer:
                 self.control_tokens[str(self.hf.eos_token)] = self.eos_id
             self._control_ids = set(self.control_tokens.values())
             self.prefix, self.suffix = self._find_boundary_tokens()
+        # Whether a long text can be tokenized in parts, which requires the spans of tokens.
+        self.splits_text = self._backend is not None
+        fits_16_bits = self.vocab_size <= 1 << 16
+        self.dtype: type[np.unsignedinteger] = np.uint16 if fits_16_bits else np.uint32
         self.first_new_id: int | None = None  # the first token that `data.new_tokens` has added
         if self.vocab_size > MAX_TOKENS:
             problem = f"token {self.vocab_size - 1}: exceeds the limit of {MAX_TOKENS:,} tokens"
@@ -190,11 +194,6 @@ class FileTokenizer:
         if has_eos or last_token == [self.eos_id]:
             return prefix, suffix
         return prefix, [*suffix, int(self.eos_id or 0)]
-
-    @property
-    def splits_text(self) -> bool:
-        """Whether a long text can be tokenized in parts, which requires the spans of tokens."""
-        return self._backend is not None
 
     def _ids_of_part(self, piece: TextPiece) -> list[int]:
         """Return the tokens that a part has within the whole text.
@@ -305,10 +304,6 @@ class FileTokenizer:
         with library_errors(self._location), scratch as folder:
             self.hf.save_pretrained(folder)
             return read_files(Path(folder))
-
-    @property
-    def dtype(self) -> type[np.unsignedinteger]:
-        return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def _ids(self, texts: list[str], *, adds: bool = False) -> Iterator[list[int]]:
         if self._backend is None:

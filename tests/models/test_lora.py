@@ -81,7 +81,7 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
      "did you mean q_proj?"),
     (["model.trainable=["], "model.trainable=[: not a regular expression"),
     (["model.trainable=norm", "model.lora.rank=2"], "conflicts with model.lora.rank"),
-    (["model.lora.alpha=2"], "set model.lora.rank=16"),
+    (["model.lora.alpha=2"], "requires a rank, such as model.lora.rank=16"),
     (["model.lora.rank=2", "model.lora.targets=q_prj"], "did you mean q_proj?"),
     (["model.lora.rank=2", "model.lora.targets=("], "not a regular expression"),
     (["model.lora.rank=2", "model.lora.targets=lm_head"], "layers except the output head are"),
@@ -104,7 +104,7 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
     ),
     (["model.lora.rank=2", "model.lora.also=lm_haed"], "did you mean lm_head?"),
     (["model.lora.rank=2", "model.lora.also=layers"], "no layer is left for adapters"),
-    (["model.lora.also=lm_head"], "set model.lora.rank=16"),
+    (["model.lora.also=lm_head"], "requires a rank, such as model.lora.rank=16"),
     (["model.trainable=[norm,foo]"], "[norm,foo]: foo matches no parameter name"),
 ])  # fmt: skip
 def test_invalid_selections_of_parameters_are_rejected(words, said):
