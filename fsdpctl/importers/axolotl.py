@@ -78,9 +78,8 @@ def _read_model(target: Translation) -> None:
 
 def _read_length(target: Translation) -> None:
     length = target.source.take("sequence_len")
-    target.add_row(
-        length, f"train.seq_len={length.text if length else 512}", default="sequence_len"
-    )
+    seq_len = length.text if length else 512
+    target.add_row(length, f"train.seq_len={seq_len}", default="sequence_len")
     if (packing := target.source.take("sample_packing")) and packing.is_off:
         target.add_row(packing, note="each sample is estimated with sequence_len tokens")
     micro = target.source.positive("micro_batch_size")

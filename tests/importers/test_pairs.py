@@ -58,9 +58,7 @@ def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
     ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "no_shard", ("2", "1")),
     ({"compute_environment": "LOCAL_MACHINE"}, "no_shard", ("1", None)),
 ])  # fmt: skip
-def test_a_pair_has_the_training_of_one_file_and_the_ranks_of_the_other(
-    tool, launch, strategy, ranks
-):
+def test_a_pair_has_the_training_of_one_file_and_ranks_of_the_other(tool, launch, strategy, ranks):
     words = dict(pair(TRAININGS[tool], launch).settings)
     alone = dict(to_recipe(read_other_tool(Path("run.yaml")), {}, 1).settings)
     assert (words["launch.nproc_per_node"], words.get("launch.nnodes")) == ranks

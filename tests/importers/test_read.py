@@ -45,12 +45,9 @@ def check_recipe(file: Path, *typed: str) -> None:
     given = dict(word.split("=", 1) for word in words)
     known = dict(to_recipe(read_other_tool(file), given, 8).settings)
     recipe = [(name, text) for name, text in known.items() if name not in given]
-    alone = asked(file, *typed, "engine.program=fsdpctl").composed
-    expected = compose_config(words, converted=recipe)
-    assert (alone.config, unset_names(alone.config)) == (
-        expected.config,
-        unset_names(expected.config),
-    )
+    alone = asked(file, *typed, "engine.program=fsdpctl").composed.config
+    expected = compose_config(words, converted=recipe).config
+    assert (alone, unset_names(alone)) == (expected, unset_names(expected))
     whole = asked(file, *typed)
     pairs = settings_of(whole.rows).items()
     added = [f"{x}={text}" for x, text in pairs if x in PROGRAM - given.keys()]
