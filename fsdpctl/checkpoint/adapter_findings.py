@@ -163,11 +163,9 @@ class _AdapterTensors:
         self.problems[kind, reason].append(layer)
 
 
-def check_adapters(
-    folder: Path, model: ModelConfig, *, base_has_weights: bool
-) -> Iterator[Finding]:
+def check_adapters(path: Path, model: ModelConfig, *, base_has_weights: bool) -> Iterator[Finding]:
     """Compare adapters with their base, and with its weights if these are available."""
-    export, file = _AdapterTensors(folder, model), folder / ADAPTER_CONFIG
+    export, file = _AdapterTensors(path, model), path / ADAPTER_CONFIG
     content = read_json(file, dict[str, Any], error_type=CheckpointError)
     config = as_type(content, _ComparedConfig, str(file), CheckpointError)
     for (kind, reason), names in export.problems.items():
@@ -206,10 +204,8 @@ def _check_experts(export: _AdapterTensors, model_type: str) -> Iterator[Finding
         text += f"vLLM reads them{f' {option}' if reads_3d else ''}, SGLang too"
         yield Finding("experts", f"{text}; {_MERGE}")
     for layer, indices in per_expert.items():
-        if (adapted := len(indices)) < counts[layer]:
-            yield lost_finding(
-                "experts", f"{layer}: adapters of {adapted} of {counts[layer]} experts"
-            )
+        if len(indices) < (total := counts[layer]):
+            yield lost_finding("experts", f"{layer}: adapters of {len(indices)} of {total} experts")
     for layer, matrices in stacked.items():
         if len(matrices) < (total := len(export.layers[layer])):
             text = f"{layer}: adapters of {len(matrices)} of {total} matrices"

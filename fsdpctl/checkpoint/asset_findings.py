@@ -127,8 +127,6 @@ def _compare_tokenizers(export: ModelAssets, base: ModelAssets) -> Iterator[Find
         yield Finding("tokenizer", f"{len(ids):,} tokens, as in the base")
 
 
-def _differing_keys(
-    a: Mapping[str, Any], b: Mapping[str, Any], ignored: Collection[str] = ()
-) -> str:
-    keys = sorted({*a, *b}.difference(ignored))
+def _differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], skip: Collection[str] = ()) -> str:
+    keys = sorted({*a, *b}.difference(skip))
     return shorten_list([key for key in keys if a.get(key) != b.get(key)])

@@ -150,7 +150,7 @@ def _compare_tensor(
 
     If the tensor has more rows than the base's tensor, the first rows are compared.
     """
-    info = export.info(key)
+    name, info = parameter_name(key), export.info(key)
     base_info = info if base is None else base.info(key)
     comparable = base_info.shape == info.shape or (
         base_info.shape[1:] == info.shape[1:] and base_info.numel < info.numel
@@ -160,9 +160,9 @@ def _compare_tensor(
         data, base_data = read_bytes(export, key, span), bytearray()
         if base is not None and comparable and span.start < base_info.numel:
             base_data = read_bytes(base, key, Span(span.start, min(span.stop, base_info.numel)))
-        base_values = _as_floats(base_data, base_info.dtype, info.dtype)
+        base_values = _as_floats(base_data, base_info.dtype, info.dtype, name)
         is_same = data == base_data and base_info.dtype == info.dtype
-        values = base_values if is_same else _as_floats(data, info.dtype, info.dtype)
+        values = base_values if is_same else _as_floats(data, info.dtype, info.dtype, name)
         if not is_same and not np.isfinite(values @ values):  # one pass; it may also overflow
             is_bad = ~np.isfinite(values)
             is_bad[: base_values.size] &= np.isfinite(base_values)
@@ -172,12 +172,12 @@ def _compare_tensor(
         delta += 0.0 if is_same else float(difference @ difference)
         norm += float(np.nan_to_num(base_values @ base_values))
         has_nonzero = has_nonzero or bool(values.any())
-    return WeightChange(delta, norm, parameter_name(key)), num_bad, has_nonzero
+    return WeightChange(delta, norm, name), num_bad, has_nonzero
 
 
-def _as_floats(data: bytearray, dtype: str, target: str) -> NDArray[np.float32]:
+def _as_floats(data: bytearray, dtype: str, target: str, name: str) -> NDArray[np.float32]:
     """Return float32 values, first rounded to `target` if that is a float dtype."""
     rounded = memoryview(data)
     if target in FLOATS:
-        rounded, dtype = cast(rounded, dtype, target, ""), target
-    return np.frombuffer(cast(rounded, dtype, "F32", ""), np.float32)
+        rounded, dtype = cast(rounded, dtype, target, name), target
+    return np.frombuffer(cast(rounded, dtype, "F32", name), np.float32)

@@ -75,13 +75,15 @@ class InitialAdapters:
 
 
 def initial_weights(
-    model: ModelConfig, module: nn.Module, seed: int, base: TensorSource
+    model: ModelConfig, module: nn.Module, seed: int, base: TensorSource | None = None
 ) -> TensorSource:
     """Return the weights that training starts from: `base`, with adapters if it has none.
 
-    Only names and shapes of `module` are used. `seed` determines the adapters' initial values.
-    UsageError if `base` has adapters and `model.lora.path` is set.
+    By default, `base` has the weights in `model.path`. Only names and shapes of `module` are used.
+    `seed` determines the adapters' values. UsageError if `base` has adapters and `model.lora.path`
+    is set.
     """
+    base = open_weights(model) if base is None else base
     if model.lora.rank is None:
         return base
     if any(map(is_adapter_name, base.names(PARAMETER))):
@@ -95,10 +97,6 @@ def initial_weights(
     adapters = PeftAdapters(Path(model.lora.path), module)
     adapters.check()
     return Overlay(adapters, base)
-
-
-def open_initial_weights(model: ModelConfig, module: nn.Module, seed: int) -> TensorSource:
-    return initial_weights(model, module, seed, open_weights(model))
 
 
 class HasAllGather(Protocol):

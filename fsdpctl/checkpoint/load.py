@@ -150,6 +150,7 @@ def _load_model(source: TensorSource, model: ShardedModelProtocol) -> None:
     for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
         info = source.info(key)
+        # Not read into buffer.view(-1): a buffer may not be contiguous.
         stored = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
         _read_into(source, key, Span(0, stored.numel()), stored.view(-1))
         buffer.copy_(stored)

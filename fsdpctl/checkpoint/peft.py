@@ -139,14 +139,12 @@ def write_peft(
     fully_trained = [name for name in trained if not is_adapter_name(name)]
     ties = {other: name for other, name in tied_names(module).items() if name in fully_trained}
     by_peft_name |= {PEFT_PREFIX + other: name for other, name in ties.items()}
-    infos = {
-        name: weights.info(tensor_key(PARAMETER, by_peft_name[name]))
-        for name in sorted(by_peft_name)
-    }
+    keys = {name: tensor_key(PARAMETER, by_peft_name[name]) for name in sorted(by_peft_name)}
+    infos = {name: weights.info(key) for name, key in keys.items()}
     entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
 
     def read(entry: TensorEntry) -> Iterator[memoryview]:
-        return (data for _, data in weights.read(tensor_key(PARAMETER, by_peft_name[entry.name])))
+        return (data for _, data in weights.read(keys[entry.name]))
 
     path = "" if reader.manifest.base is None else reader.manifest.base.path
     on_hub = hub_name(path)

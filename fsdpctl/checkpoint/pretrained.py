@@ -86,11 +86,11 @@ def weights_folder(model: ModelConfig) -> Path:
 def read_model_assets(folder: Path) -> dict[str, bytes]:
     """Read the files next to the weights in `model.path`, by name."""
     if is_foreign_model(folder):
-        return read_assets(folder)
+        return read_assets_in(folder)
     return read_attachments(CheckpointReader(find_checkpoint(folder)))
 
 
-def read_assets(folder: Path) -> dict[str, bytes]:
+def read_assets_in(folder: Path) -> dict[str, bytes]:
     """Read the files in `folder` that belong to a model's weights, by name."""
     return read_files(folder, *MODEL_CONFIG_FILES)
 

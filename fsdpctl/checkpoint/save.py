@@ -77,9 +77,7 @@ def take_snapshot(
     pieces = list(rank_pieces(model, optimizer, rank, trained_only=metadata.base is not None))
     values = [each.values.detach() for each in pieces]
     copies = [each.cpu() for each in values] if staging is None else staging.copy(values)
-    pieces = [
-        TensorPiece(x.key, x.param_slice, copy) for x, copy in zip(pieces, copies, strict=True)
-    ]
+    pieces = [replace(each, values=copy) for each, copy in zip(pieces, copies, strict=True)]
     return Snapshot(pieces, optimizer_steps(optimizer) if optimizer else {}, metadata)
 
 

@@ -188,7 +188,7 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
             return _to_bfloat16(result).view(np.uint8).data
         result = result.astype(TENSOR_DTYPES[target][0])
     if target == "F16" and bool(np.any(np.isinf(result) & np.isfinite(values))):
-        raise UsageError(f"--dtype float16: {name} has values out of range; use bfloat16")
+        raise UsageError(f"{name}: values out of the range of float16; export them as bfloat16")
     content: NDArray[np.uint8] = result.view(np.uint8)
     return content.data
 

@@ -111,9 +111,8 @@ def expert_factors(
     keys = [tensor_key(PARAMETER, name) for name in (lora_a, lora_b)]
     a, b = (read_floats(source, key).reshape(source.info(key).shape) for key in keys)
     # PEFT stores A's rows expert by expert, but B's columns rank by rank.
-    return a.reshape(num_experts, -1, a.shape[1]), b.reshape(len(b), -1, num_experts).transpose(
-        2, 0, 1
-    )
+    b = b.reshape(len(b), -1, num_experts).transpose(2, 0, 1)
+    return a.reshape(num_experts, -1, a.shape[1]), b
 
 
 def weight_bytes(source: TensorSource) -> int:

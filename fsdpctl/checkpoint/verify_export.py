@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER
 from fsdpctl.checkpoint.pretrained import (
     file_tensors,
     open_weights,
-    read_assets,
+    read_assets_in,
     read_model_assets,
 )
 from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys
@@ -33,7 +33,7 @@ def verify_export(
     is required (not `base_has_weights`). If `is_trained`, report a lack of changes. CheckpointError
     if a file of the export cannot be read; UsageError if a file of the base cannot be read.
     """
-    findings, assets = list[Finding](), ModelAssets(read_assets(export), export)
+    findings, assets = list[Finding](), ModelAssets(read_assets_in(export), export)
     if is_foreign_model(export):
         weights, base_weights, opened = _open_both(export, base, assets)
         findings += opened

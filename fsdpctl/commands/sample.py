@@ -14,7 +14,7 @@ import typer
 from fsdpctl.chats.values import Message
 from fsdpctl.checkpoint.initial_weights import open_with_base
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.pretrained import open_weights, read_assets, read_attachments
+from fsdpctl.checkpoint.pretrained import open_weights, read_assets_in, read_attachments
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_source import TensorSource
 from fsdpctl.comm.collectives import Collectives
@@ -190,7 +190,7 @@ def _check_text(prompt: str) -> None:
 def _open_model(source: Path) -> tuple[Config, TensorSource, dict[str, bytes]]:
     if is_foreign_model(source):
         config = compose_config(["model=hf", f"model.path={source}"]).config
-        return config, open_weights(config.model), read_assets(source)
+        return config, open_weights(config.model), read_assets_in(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
     return config, open_with_base(reader, Collectives())[0], read_attachments(reader)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdpctl.checkpoint.initial_weights import open_initial_weights
+from fsdpctl.checkpoint.initial_weights import initial_weights
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.remote_checkpoints import remote_checkpoints_of
@@ -223,7 +223,7 @@ class _Preparation:
         # A dry run prints what a run would fetch.
         has_weights = not (self.role.is_dry and print_missing_weights(str(config.model.path)))
         if config.model.is_pretrained and has_weights:
-            check_weights(open_initial_weights(config.model, module, config.train.seed), module)
+            check_weights(initial_weights(config.model, module, config.train.seed), module)
         assert inputs.data is not None
         return module, notes_on_new_rows(config, module) + notes_on_data(config, inputs.data)
 

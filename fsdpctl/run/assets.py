@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, MODEL_CONFIG_FILES
-from fsdpctl.checkpoint.pretrained import read_assets, read_model_assets
+from fsdpctl.checkpoint.pretrained import read_assets_in, read_model_assets
 from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
@@ -125,4 +125,4 @@ def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:
-    return read_assets(run_dir / RUN_ASSETS)
+    return read_assets_in(run_dir / RUN_ASSETS)

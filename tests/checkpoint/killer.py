@@ -11,10 +11,9 @@ _EVERY_WRITE = 16  # that is counted; there is one for each tensor
 
 
 class Killer:
-    """From its creation on, counts what is done below `folder`: opened, written, synced, renamed …
+    """A counter of events below `folder` (opened, written, synced …) that kills the process.
 
-    At the event number `point` the process is killed: before it where that is even, after it (or
-    after half of a write) where it is odd.
+    It is killed before event `point` if that is even, else after it (or after half of a write).
     """
 
     def __init__(self, folder: Path, point: int) -> None:
@@ -35,7 +34,7 @@ class Killer:
             self._count()
 
     def _count(self) -> bool:
-        """Whether this is the event; does not return if it is to be died before."""
+        """Return whether this is the event; do not return if the process ends before it."""
         self._left -= 1
         if self._left != -1:
             return False

@@ -1,6 +1,6 @@
-"""Every strategy at every number of ranks goes on from every other's checkpoint.
+"""Every strategy continues from a checkpoint of every other with any number of ranks.
 
-The global batch is the same everywhere, its samples lie on different ranks.
+The global batch is the same everywhere; its samples are on different ranks.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ Losses = list[float]
 
 
 def copy_size(strategy: str, ranks: int) -> int | None:
-    """Ranks to a copy: where hybrids can have several copies, they do."""
+    """Return the ranks per replica: hybrid strategies have several replicas if they can."""
     if not STRATEGIES[strategy].replicates:
         return None
     return {4: 2}.get(ranks, ranks if ranks == 3 else 1)
@@ -45,7 +45,7 @@ def make(strategy: str, ranks: int, dtype: torch.dtype) -> tuple[ShardedModel, S
 
 
 def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
-    """The losses of whole batches of 12 samples, shared among the ranks."""
+    """Return the losses of batches of 12 samples, which the ranks share."""
     ranks = model.collectives
     losses = []
     for step in steps:
@@ -61,7 +61,7 @@ def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
 
 @distributed()
 def save_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: list[str]) -> None:
-    """A checkpoint of each strategy after two steps, and the losses of the two after it."""
+    """Save a checkpoint of each strategy after two steps, and the losses of the next two steps."""
     for strategy in strategies:
         model, optimizer = make(strategy, world_size, DTYPES[dtype][0])
         train(model, optimizer, range(2))
@@ -74,7 +74,7 @@ def save_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
 
 @distributed(timeout=180)
 def load_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: list[str]) -> None:
-    """Under each of `strategies`, every checkpoint: bits of every state, then losses."""
+    """Load every checkpoint with each of `strategies`; compare all bits of states, then losses."""
     tolerance = DTYPES[dtype][1]
     for strategy in strategies:
         for path in sorted(each for each in folder.iterdir() if each.is_dir()):

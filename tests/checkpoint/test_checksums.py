@@ -24,7 +24,7 @@ def exports(tmp_path_factory):
 
 @pytest.fixture(params=["hf", "peft"])
 def export(request, exports, tmp_path):
-    """A copy elsewhere, which is as valid."""
+    """Return a copy in another directory, which is also valid."""
     return Path(shutil.copytree(exports / request.param, tmp_path / "elsewhere"))
 
 

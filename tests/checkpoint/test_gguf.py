@@ -40,9 +40,8 @@ def sharded(
         config=to_settings(config),
         attachments=read_model_assets(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
-    write_sharded_weights(
-        open_weights(config.model), folder / "sharded", num_files=3, metadata=about
-    )
+    weights = open_weights(config.model)
+    write_sharded_weights(weights, folder / "sharded", num_files=3, metadata=about)
     return CheckpointReader(folder / "sharded")
 
 
@@ -141,7 +140,7 @@ def splitting(*steps: str | Any, **byte_level: bool) -> Any:
 
 
 def tokenizer(made: Any, normalizer: Any = None, size: int = 700) -> dict[str, Any]:
-    """Train a tokenizer on the texts that names are told by."""
+    """Train a tokenizer on the sample texts that determine the name."""
     found = Tokenizer(models.BPE())
     found.pre_tokenizer, found.decoder = made, decoders.ByteLevel()
     if normalizer is not None:
@@ -188,11 +187,8 @@ def test_a_splitter_that_llama_cpp_approximates_has_a_note(tmp_path):
     files = {"tokenizer.json": json.dumps(tokenizer(NAMES["tekken"], size=300)).encode()}
     reader = sharded("llama", tmp_path, tokenizer=files)
     exported = write_gguf(reader, tmp_path / "m", dtype="F32", overwrite=False)
-    (note,) = exported.notes
-    assert (
-        note
-        == "tokens of non-ASCII words may differ: llama.cpp approximates the pre-tokenizer tekken"
-    )
+    note = "tokens of non-ASCII words may differ: llama.cpp approximates the pre-tokenizer tekken"
+    assert exported.notes == (note,)
     assert GGUFReader(exported.path).fields["tokenizer.ggml.pre"].contents() == "tekken"
 
 
@@ -203,12 +199,10 @@ def test_what_changes_texts_before_they_are_split_has_no_name():
 
 def test_a_file_without_a_known_splitter_has_no_tokenizer_and_says_so(tmp_path):
     files = {"tokenizer.json": json.dumps(tokenizer(UNKNOWN["punctuation"], size=300)).encode()}
-    exported = write_gguf(
-        sharded("llama", tmp_path, tokenizer=files), tmp_path / "m", dtype="F32", overwrite=False
-    )
-    assert exported.notes == (
-        "no tokenizer: llama.cpp does not have the pre-tokenizer of the run's tokenizer",
-    )
+    reader = sharded("llama", tmp_path, tokenizer=files)
+    exported = write_gguf(reader, tmp_path / "m", dtype="F32", overwrite=False)
+    note = "no tokenizer: llama.cpp does not have the pre-tokenizer of the run's tokenizer"
+    assert exported.notes == (note,)
     assert GGUFReader(exported.path).fields["tokenizer.ggml.model"].contents() == "none"
 
 

@@ -28,7 +28,7 @@ SIZES = {
 
 
 def write(path: Path, kind: str, keys: dict[str, Any], shape: Any = (100, 64)) -> Path:
-    """Write a file with these keys, None to leave one out, and hardly any tensors."""
+    """Write a file with few tensors and these keys; None leaves a key out."""
     keys = {**SIZES, **keys}
     writer = GGUFWriter(path, kind)
     writer.data_alignment = keys.get("general.alignment") or 32
@@ -143,9 +143,7 @@ def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
     ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
      {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
 ])  # fmt: skip
-def test_what_a_file_says_or_llama_cpp_takes_is_in_the_configuration(
-    tmp_path, kind, keys, expected
-):
+def test_values_of_a_file_and_of_llama_cpp_are_in_the_configuration(tmp_path, kind, keys, expected):
     made = config_of_gguf(write(tmp_path / "m.gguf", kind, keys))
     assert {name: made[name] for name in expected} == expected
 

@@ -33,9 +33,9 @@ def test_adapters_are_drawn_by_their_names_and_the_seed(span):
     for name in names:
         wanted = torch.full((4, 8), float("nan"))
         initialize_parameter(name, wanted, seed=7, config=model)
-        ((place, values),) = source.read(tensor_key(PARAMETER, name), span)
+        ((at, values),) = source.read(tensor_key(PARAMETER, name), span)
         part = span or Span(0, 32)
-        assert place == part
+        assert at == part
         assert tensor_from_bytes(values, "F32").equal(wanted.view(-1)[part.start : part.stop])
 
 
@@ -47,14 +47,12 @@ def test_a_master_is_joined_from_its_half_and_its_remainder():
     assert ((whole - weights).abs() <= weights.abs() * 2.0**-16).all()
 
 
-def stored(
-    folder: Path, name: str = "one", place: int | None = None, files: int = 1
-) -> FileTensors:
-    """Write three tensors into files, of which one has another value at a place; open them."""
+def stored(folder: Path, name: str = "one", at: int | None = None, files: int = 1) -> FileTensors:
+    """Write three tensors into files, of which one has another value `at` an index; open them."""
     torch.manual_seed(0)
     drawn = {"small": torch.randn(SMALL), "large": torch.randn(8, LARGE // 8), "one": torch.ones(1)}
-    if place is not None:
-        drawn[name].view(-1)[place] += 1
+    if at is not None:
+        drawn[name].view(-1)[at] += 1
     found: dict[str, tuple[TensorFile, TensorEntry]] = {}
     for number in range(files):
         path = folder / f"{number}.safetensors"
@@ -83,18 +81,18 @@ def test_ranks_compute_the_checksums_of_one_and_fail_together(
         base.verify(ranks)
 
 
-@pytest.mark.parametrize(("name", "place", "at_start"), [
+@pytest.mark.parametrize(("name", "at", "at_start"), [
     ("one", 0, True), ("small", SMALL - 1, True), ("small", 70_001, True), ("large", 0, True),
     ("large", LARGE - 1, True), ("large", 65_535, True), ("large", 65_536, False),
     ("large", LARGE // 2, False),
 ])  # fmt: skip
-def test_a_changed_base_is_found(tmp_path: Path, name: str, place: int, *, at_start: bool) -> None:
+def test_a_changed_base_is_found(tmp_path: Path, name: str, at: int, *, at_start: bool) -> None:
     alone = Collectives()
     new = BaseWeights.new(tmp_path, stored(tmp_path), alone)
     known = BaseWeights(new.verify(alone), stored(tmp_path, files=2))
     known.verify(alone)  # other files are no change
     later, changed = (
-        replace(known, weights=stored(tmp_path, name, place)),
+        replace(known, weights=stored(tmp_path, name, at)),
         "has changed: expected the weights",
     )
     if at_start:

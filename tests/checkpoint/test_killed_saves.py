@@ -45,7 +45,7 @@ def make_saver(
 
 
 def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:
-    """A run after this step."""
+    """Return a run after `step`."""
     parts = SimpleNamespace(model=model, optimizer=optimizer)
     return Mock(parts=parts, step=step, progress=lambda: Progress(step, samples=step))
 
@@ -57,7 +57,7 @@ def save(saver: Checkpoints, model: ShardedModel, optimizer: ShardedAdamW, step:
 
 
 @distributed(world_size=2)
-def saves_twice(
+def save_twice(
     rank: int, world_size: int, folder: Path, mode: str, victim: int, point: int
 ) -> None:
     """The second save replaces the first; the victim is killed on the way."""
@@ -72,7 +72,7 @@ def saves_twice(
 
 @distributed(world_size=2)
 def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
-    """As a restarted run does: clean up, load, train, save."""
+    """Do what a restarted run does: clean up, load, train, save."""
     if rank == 0:
         remove_interrupted_saves(folder / CHECKPOINTS)
     newest = newest_checkpoint(folder / CHECKPOINTS)
@@ -84,12 +84,12 @@ def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
 
 
 def points(folder: Path, mode: str, victim: int) -> Iterator[int]:
-    """Run the saves with every point in turn, until one comes through."""
+    """Run the saves with each kill point in turn, until one completes."""
     for point in count():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
-            saves_twice(folder=folder, mode=mode, victim=victim, point=point)
+            save_twice(folder=folder, mode=mode, victim=victim, point=point)
         except AssertionError:  # a rank that is dead, or misses one
             yield point
         else:
@@ -100,7 +100,7 @@ def points(folder: Path, mode: str, victim: int) -> Iterator[int]:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mode, victim):
-    saves_twice(folder=tmp_path, mode=mode, victim=-1, point=0)
+    save_twice(folder=tmp_path, mode=mode, victim=-1, point=0)
     newest = newest_checkpoint(tmp_path / CHECKPOINTS)
     assert newest is not None
     second = whole_tensors(newest)

@@ -109,9 +109,8 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
 def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
     source = CheckpointReader(folders(run)[0])
     files = {name: source.attachment(name) for name in source.manifest.attachments}
-    about = CheckpointMetadata(
-        Progress(50), attachments={**files, f"{TEMPLATES}/tool.jinja": b"{{ x }}"}
-    )
+    attachments = {**files, f"{TEMPLATES}/tool.jinja": b"{{ x }}"}
+    about = CheckpointMetadata(Progress(50), attachments=attachments)
     folder = step_folder(run / CHECKPOINTS, 50)
     with atomic_directory(folder) as scratch:
         source.copy_files(scratch)
@@ -201,7 +200,7 @@ def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, 
 
 @contextmanager
 def fault_at(number: int, kind: str) -> Iterator[list[str]]:
-    """Have one call of the store fail, and all after it if they are denied; yield the calls."""
+    """Make one call of the store fail, and all later calls if denied; yield the calls."""
     calls: list[str] = []
 
     def failing(name: str) -> Any:
@@ -298,9 +297,8 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
     uploads.wait(go_on)
     sent = [(each.step, each.seconds > 0) for each in told]
     assert sent == [(10, True), (20, False), (30, True), (40, True)]
-    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
-        each.name for each in folders(run)[2:]
-    ]
+    names = [each.name for each in RemoteCheckpoints(URL).complete()]
+    assert names == [each.name for each in folders(run)[2:]]
 
 
 def test_a_run_resumes_from_its_store(run, tmp_path):

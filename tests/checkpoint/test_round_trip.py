@@ -134,9 +134,8 @@ def test_every_flipped_byte_is_detected(checkpoint, flips):
         for _ in range(flips):
             place = int(torch.randint(len(content), (1,), generator=generator))
             flip = int(torch.randint(1, 256, (1,), generator=generator))
-            file.write_bytes(
-                content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :]
-            )
+            flipped = bytes([content[place] ^ flip])
+            file.write_bytes(content[:place] + flipped + content[place + 1 :])
             with pytest.raises(CheckpointError, match=r"step-00000002"):
                 read_everything(checkpoint)
         file.write_bytes(content)
@@ -190,11 +189,8 @@ def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_pa
     save(tmp_path / "c", model, ShardedAdamW(model))
     other = shard_model(make(), "no_shard")
     load_into(CheckpointReader(tmp_path / "c"), other, None)
-    states = (
-        {name: value for name, value in each.state_dict().items() if value.numel()}
-        for each in (model, other)
-    )
-    assert largest_difference(*states) == 0.0
+    states = (each.state_dict().items() for each in (model, other))
+    assert largest_difference(*({k: x for k, x in each if x.numel()} for each in states)) == 0.0
     assert other.state_dict()["nothing"].shape == (0, 4)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.initial_weights import open_initial_weights
+from fsdpctl.checkpoint.initial_weights import initial_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, notes_on_adapters
@@ -85,7 +85,7 @@ def test_logits_are_those_of_peft(bases, tmp_path, family, about):
         words.append("model.lora.targets=q_proj,v_proj")
     config = with_vocabulary(compose(bases / family, *words))
     model = make_model(config, CPU, strategy="no_shard", empty=True)
-    load_weights(open_initial_weights(config.model, build_model(config.model), 0), model)
+    load_weights(initial_weights(config.model, build_model(config.model), 0), model)
     model.train(False)
     assert (model(tokens()) - expected).abs().max() <= 1e-5
     reader = saved(model, config, tmp_path / "step")

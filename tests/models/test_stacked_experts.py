@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.initial_weights import open_initial_weights
+from fsdpctl.checkpoint.initial_weights import initial_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.comm.mesh import collectives_for
@@ -44,7 +44,7 @@ MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 def loaded(config: Resolved, strategy: str = "no_shard") -> ShardedModel:
     model = make_model(config, CPU, strategy=strategy, empty=True)
-    load_weights(open_initial_weights(config.model, build_model(config.model), 0), model)
+    load_weights(initial_weights(config.model, build_model(config.model), 0), model)
     return model
 
 

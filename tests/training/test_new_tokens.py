@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdpctl.checkpoint.initial_weights import open_initial_weights
+from fsdpctl.checkpoint.initial_weights import initial_weights
 from fsdpctl.checkpoint.staging import tensor_from_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
@@ -70,7 +70,7 @@ def _own_cache(tmp_path, monkeypatch):
 def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
     config = resolved(words(tmp_path, family, *LORA))
     assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, ROWS)
-    weights = open_initial_weights(config.model, build_model(config.model), 0)
+    weights = initial_weights(config.model, build_model(config.model), 0)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     for name, old in base.named_parameters():
         if len(old) == ROWS:

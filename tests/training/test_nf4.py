@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fsdpctl.checkpoint.initial_weights import open_initial_weights
+from fsdpctl.checkpoint.initial_weights import initial_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
@@ -107,7 +107,7 @@ def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) ->
     given = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
     config = stored_config(compose_config(given).config)
     model = make_model(config, torch.device("cpu"), empty=True)
-    load_weights(open_initial_weights(config.model, model.module, 0), model)
+    load_weights(initial_weights(config.model, model.module, 0), model)
     state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
     shapes = quantized_shapes(model.module)
     assert shapes
@@ -188,7 +188,7 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
 
     def load() -> None:
         model = make_model(config, torch.device("cpu"), empty=True)
-        load_weights(open_initial_weights(config.model, model.module, 0), model)
+        load_weights(initial_weights(config.model, model.module, 0), model)
 
     load()
     Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
