@@ -273,7 +273,8 @@ def compare_replicas(world: Collectives, index: int, sums: Mapping[str, tuple[in
             expected = Counter(replicas.values()).most_common(1)[0][0]
             different = [str(rank) for rank in ranks if replicas[rank] != expected]
             if different:
+                other = next(rank for rank in ranks if replicas[rank] == expected)
                 raise EngineError(
-                    f"{name} on rank {', '.join(different)} differs from the other replicas, "
+                    f"{name} on rank {', '.join(different)} differs from rank {other}, "
                     "because of a hardware fault or a write to the parameters of one rank only"
                 )
