@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from datetime import timedelta
 from ipaddress import ip_address
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -65,12 +66,8 @@ def resolve_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
         resolved = [_format_address(info[4]) for info in infos]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{location}: {host}: {getattr(error, 'strerror', error)}") from None
-    all_addresses = (
-        ip_address(x) for addresses in _addresses_by_interface().values() for x in addresses
-    )
-    reachable = [
-        str(each) for each in all_addresses if not (each.is_loopback or each.is_link_local)
-    ]
+    ips = (ip_address(each) for each in chain.from_iterable(_addresses_by_interface().values()))
+    reachable = [str(ip) for ip in ips if not (ip.is_loopback or ip.is_link_local)]
     only_ipv6 = bool(reachable) and all(map(_is_ipv6, reachable))
     # False sorts first: the family that this machine has.
     address = min(resolved, key=lambda each: _is_ipv6(each) != only_ipv6)

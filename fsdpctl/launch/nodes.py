@@ -108,10 +108,9 @@ class NodeExchange:
         Returns the last known states of all ranks, and the first node that responds.
         """
         self._update_report(round_index=round_index, states=states, hangs=True)
-        self._wait_for_reports(
-            _STATES_SECONDS,  # a report of this round, or of a node that is in a later round
-            lambda report: (report.round_index, report.hangs) > (round_index, False),
-        )
+        # Wait for a report of this round, or of a node that is in a later round.
+        later = round_index, False
+        self._wait_for_reports(_STATES_SECONDS, lambda x: (x.round_index, x.hangs) > later)
         all_states, reports = list(states), self._other_reports(round_index)
         for node, report in reports.items():
             silent = self._cluster_report.silent_seconds.get(node, 0.0)
@@ -248,10 +247,9 @@ class NodeLauncher(NodeExchange):
     def exchange_outcomes(self, round_index: int, outcome: NodeOutcome) -> RoundOutcome:
         """Return how the ranks of all reachable nodes exited in a round."""
         self._update_report(round_index=round_index, states=[], outcome=outcome)
-        self._wait_for_reports(
-            math.inf,  # an outcome of this round, or a node that is in a later round
-            lambda report: (report.round_index, report.outcome is not None) > (round_index, False),
-        )
+        # Wait for an outcome of this round, or for a node that is in a later round.
+        later = round_index, False
+        self._wait_for_reports(math.inf, lambda x: (x.round_index, x.outcome is not None) > later)
         reports = self._other_reports(round_index).items()
         outcomes = {node: report.outcome for node, report in reports if report.outcome}
         outcomes[self.node_rank] = outcome

@@ -137,10 +137,7 @@ def made_progress(run_dir: Path, number: int) -> bool:
 def settle_for_nodes(
     prepared: PreparedRun, nodes: list[int], say: Say, *, made_no_progress: bool
 ) -> Resolved | None:
-    """Settle the run for the remaining nodes.
-
-    If the last round `made_no_progress`, each node gets one rank fewer.
-    """
+    """Settle the run for the remaining nodes, one rank fewer on each if it `made_no_progress`."""
     launch, ranks = prepared.launch, prepared.launch.nproc_per_node
     assert ranks is not None
     if len(nodes) < (least_nodes := launch.nnodes_min or launch.nnodes):

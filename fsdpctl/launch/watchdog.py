@@ -216,17 +216,12 @@ class Watchdog:
         answer = CollectiveRecord() if letter is None else self._pages.answer(local)
         record, status = answer or CollectiveRecord(), self._statuses[local]
         return RankState(
-            self._first_rank + local,
-            socket.gethostname(),
+            self._first_rank + local, socket.gethostname(),
             process_state=UNKNOWN if letter is None else letter,
-            silent_seconds=self._silent_seconds[local],
-            step=status.step,
-            phase=status.phase,
-            is_waiting=status.is_waiting,
-            started_collectives=record.started,
-            pending=record.pending,
-            is_responsive=answer is not None,
-        )
+            silent_seconds=self._silent_seconds[local], step=status.step, phase=status.phase,
+            is_waiting=status.is_waiting, started_collectives=record.started,
+            pending=record.pending, is_responsive=answer is not None,
+        )  # fmt: skip
 
 
 def watch_as_rank(

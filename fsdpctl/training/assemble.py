@@ -110,14 +110,10 @@ def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
     # STATES includes the master weights.
     untrained = Offload.STATES | Offload.PARAMS if offloads_params else Offload.NONE
     return Sharding(
-        strategy.name,
-        dp_shard_size=strategy.dp_shard_size,
-        owner_map=owner_map_of(config),
-        prefetch=config.prefetch.planned,
-        precision=config.precision.planned,
-        offload=strategy.offloaded if trains else untrained,
-        share_memory=shares_memory(config),
-    )
+        strategy.name, dp_shard_size=strategy.dp_shard_size, owner_map=owner_map_of(config),
+        prefetch=config.prefetch.planned, precision=config.precision.planned,
+        offload=strategy.offloaded if trains else untrained, share_memory=shares_memory(config),
+    )  # fmt: skip
 
 
 def make_trained_model(
@@ -135,18 +131,16 @@ def make_trained_model(
         from fsdpctl.torch_engines.settings import TorchEngineSettings
 
         plain, strategy = make_module(config), get_strategy(config.strategy.name)
-        ranks = collectives_for(device).size
+        ranks, precision = collectives_for(device).size, config.precision
         setup = TorchEngineSettings(
-            config.engine.name,
-            tuple(block_names(plain)),
+            config.engine.name, tuple(block_names(plain)),
             ranks_per_replica(strategy, ranks, config.strategy.dp_shard_size),
             reshard_after_forward=strategy.reshard_after_forward,
-            prefetch=config.prefetch.planned,
-            param_dtype=torch_dtype(str(config.precision.param_dtype)),
-            reduce_dtype=torch_dtype(str(config.precision.reduce_dtype)),
-            master_dtype=torch_dtype(str(config.precision.master_dtype)),
-            compiles=config.train.compile,
-        )
+            prefetch=config.prefetch.planned, compiles=config.train.compile,
+            param_dtype=torch_dtype(str(precision.param_dtype)),
+            reduce_dtype=torch_dtype(str(precision.reduce_dtype)),
+            master_dtype=torch_dtype(str(precision.master_dtype)),
+        )  # fmt: skip
         initialize = None if empty else _initializer(config, plain)
         model = build_torch_engine(plain, setup, device, initialize)
     module: Any = model.module

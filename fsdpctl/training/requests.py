@@ -55,10 +55,7 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float | None, started: float, longest_save_seconds: float) -> None:
-        """Set a limit of `seconds` after `started` (seconds since the epoch); None: no limit.
-
-        `longest_save_seconds` is that of earlier starts.
-        """
+        """Set a limit of `seconds` after `started` (seconds since the epoch); None: no limit."""
         self._ends = None if seconds is None else started + seconds
         self._longest_step = 0.0
         self._longest_save_seconds = longest_save_seconds

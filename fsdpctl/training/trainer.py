@@ -137,13 +137,12 @@ class Trainer:
         self._rule = RejectionRule(config.train, progress)
         self._probe = GradientProbe(parts.model.module)
         self._flops = model_flops(config, parts.model.module, parts.device, collectives.size)
+        longest = journal.longest_save_seconds
         self.requests = RequestCollector(
-            parts.run_dir,
-            TimeLimit(config.launch.time_limit, context.started, journal.longest_save_seconds),
-            is_rank_0=collectives.rank == 0,
-            stop_requested=context.stop_requested,
+            parts.run_dir, TimeLimit(config.launch.time_limit, context.started, longest),
+            is_rank_0=collectives.rank == 0, stop_requested=context.stop_requested,
             before_poll=journal.check_not_removed,
-        )
+        )  # fmt: skip
 
     def run(self) -> None:
         """Train to the last step; StoppedError or NonFiniteError if the run ends earlier."""

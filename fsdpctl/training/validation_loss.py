@@ -54,8 +54,7 @@ def validation_loss(
     it returns False, the validation ends and returns None.
     """
     sums: dict[str, list[float]] = {}  # loss and tokens by source
-    named, named_totals = NamedSums(), list[float]()
-    num_batches = 0
+    named, named_totals, num_batches = NamedSums(), list[float](), 0
     for name, part in batches.by_source().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
