@@ -21,7 +21,9 @@ from tests.engine.odd import checkpoint_all
 from tests.matrix import fast
 from tests.models.decoders import drawn
 
-BLOCKS, LIMIT = 5, 3  # blocks, and fewer graphs of one function
+# Blocks, and fewer graphs of one function: with adapters, a decoder has 4, two for the first block,
+# whose input requires no gradient.
+BLOCKS, LIMIT = 6, 5
 TINY = [
     f"model.num_layers={BLOCKS}", "model.hidden_size=16", "model.intermediate_size=24",
     "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=32",
