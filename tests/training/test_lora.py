@@ -375,7 +375,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"r": 2}, "expected shape \\[2, 48\\], got \\[4, 48\\]"),
     ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
     ({"tensor": "model.embed_tokens.lora_embedding_A"}, "embeddings"),
-    ({"tensor": "lm_head.weight"}, "modules_to_save"),
+    ({"tensor": "lm_head.weight"}, "set model.lora.also=lm_head"),
 ])  # fmt: skip
 def test_unsupported_adapters_are_rejected(tmp_path, adapters, change, said):
     typed = words(adapters, 1)
