@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.report import arguments, on_ranks, write_report
 from fsdpctl.checkpoint.tensor_file import TensorEntry, TensorFile
 from tests.commands.run import make_text
-from tests.training.ranks import made
+from tests.training.ranks import new_trainer
 
 RANKS = 2
 SIZES: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
@@ -45,7 +45,7 @@ def start(rank: int, base: str, typed: list[str]) -> dict[str, int]:
             yield data
 
     with mock.patch.object(TensorFile, "chunks", counted):
-        trainer = made(typed)
+        trainer = new_trainer(typed)
         phase = "later"
         trainer.run()
     return {**counts}

@@ -21,11 +21,11 @@ WORDS, LINE = 5000, 12  # different words; words per line
 def write_text(path: Path, size: int) -> None:
     """Write lines of random words, `size` bytes in total."""
     generator = np.random.default_rng(0)
-    words = ["".join(map(chr, generator.integers(97, 123, 2 + n % 9))) for n in range(WORDS)]
+    args = ["".join(map(chr, generator.integers(97, 123, 2 + n % 9))) for n in range(WORDS)]
     with path.open("w") as file:
         while file.tell() < size:
             drawn = generator.zipf(1.3, (5000, LINE)) % WORDS
-            file.writelines(f"{' '.join(words[each] for each in row)}\n" for row in drawn)
+            file.writelines(f"{' '.join(args[each] for each in row)}\n" for row in drawn)
         file.truncate(size)
 
 

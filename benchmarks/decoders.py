@@ -156,19 +156,19 @@ def command(args: Sequence[str], folder: Path, *, ranks: int = 0) -> Ended:
 def tried(family: str, name: str, folder: Path) -> Tried:
     """Try a family, by a comparison with transformers and by commands, in forks."""
     notes = folder / "tried.json"
-    made = call(partial(_make, family, folder), folder)
-    if made.code:
-        return Tried(family, name, _line(made.problem), is_tried=False)
+    failure = call(partial(_make, family, folder), folder)
+    if failure.code:
+        return Tried(family, name, _line(failure.problem), is_tried=False)
     compared = call(partial(_compare, family, name, folder, notes), folder)
     if notes.exists():
-        found = Tried(**json.loads(notes.read_text()))
+        content = Tried(**json.loads(notes.read_text()))
     else:
-        found = Tried(family, name, failed={"module": _line(compared.problem)})
+        content = Tried(family, name, failed={"module": _line(compared.problem)})
     ended = {"estimate-memory": command(("estimate-memory", *_SETTINGS), folder)}
     ended["train"] = command(("train", *_SETTINGS, *_TRAINING), folder, ranks=2)
-    if found.problem:
+    if content.problem:
         failed = {each: _line(end.problem) for each, end in ended.items() if not _answered(end)}
-        return replace(found, failed=failed)
+        return replace(content, failed=failed)
     if not ended["train"].code:
         ended["evaluate"] = command(("evaluate", "run", "launch.device=cpu"), folder)
         ended["consolidate-checkpoint"] = command(
@@ -176,7 +176,7 @@ def tried(family: str, name: str, folder: Path) -> Tried:
         )
         ended["transformers"] = call(partial(_load, folder / "exported"), folder)
     failed = {each: _line(end.problem) for each, end in ended.items() if end.code}
-    return replace(found, failed={**found.failed, **failed})
+    return replace(content, failed={**content.failed, **failed})
 
 
 def _answered(ended: Ended) -> bool:
@@ -196,8 +196,8 @@ def _make(family: str, folder: Path) -> None:
 def _load(folder: Path) -> None:
     _silence()
     make: Any = hf.AutoModelForCausalLM
-    _, about = make.from_pretrained(folder, output_loading_info=True)
-    missing = {name: found for name, found in about.items() if found}
+    _, options = make.from_pretrained(folder, output_loading_info=True)
+    missing = {name: result for name, result in options.items() if result}
     assert not missing, missing
     hf.AutoTokenizer.from_pretrained(folder)
 
@@ -270,13 +270,13 @@ def _same_bytes(exported: TensorSource, folder: Path) -> bool:
     files: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         files.update(load_file(file))
-    found = {
+    result = {
         name: whole(exported, tensor_key(kind, name))
         for kind in (PARAMETER, BUFFER)
         for name in exported.names(kind)
     }
-    return found.keys() == files.keys() and all(
-        torch.equal(found[name], files[name]) for name in files
+    return result.keys() == files.keys() and all(
+        torch.equal(result[name], files[name]) for name in files
     )
 
 
@@ -295,9 +295,9 @@ def main() -> None:
     for family in options.only or sorted(known):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-            found = tried(family, known[family], Path(folder))
-        print(found, flush=True)
-        results[family] = asdict(found)
+            result = tried(family, known[family], Path(folder))
+        print(result, flush=True)
+        results[family] = asdict(result)
         in_order = [results[each] for each in sorted(results)]
         write_report(options.out, "decoders", in_order, transformers=hf.__version__)
 

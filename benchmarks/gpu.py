@@ -70,13 +70,13 @@ MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
 
 def _config(size: Size) -> ModelConfig:
-    words = [
+    args = [
         f"model.num_layers={size.blocks}", f"model.hidden_size={size.width}",
         f"model.intermediate_size={size.hidden}", f"model.num_heads={size.heads}",
         f"model.num_kv_heads={size.kv_heads}", f"model.vocab_size={size.vocab}",
         "model.overrides.tie_word_embeddings=false",
     ]  # fmt: skip
-    return compose_config(words).config.model
+    return compose_config(args).config.model
 
 
 def make_model(size: Size) -> TransformersDecoder:
@@ -141,15 +141,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     medians = {name: statistics.median(each[WARM_UP:]) for name, each in seconds.items()}
     tokens = size.samples * size.length
     speeds = {name: tokens / seconds for name, seconds in medians.items()}
-    found: dict[str, Any] = {"blocks": size.blocks, "losses": losses}
-    found["step_seconds"] = {name: round(each, 5) for name, each in medians.items()}
-    found["tokens_per_second"] = {name: round(speed, 1) for name, speed in speeds.items()}
-    found["mfu"] = _mfu(size, speeds)
+    result: dict[str, Any] = {"blocks": size.blocks, "losses": losses}
+    result["step_seconds"] = {name: round(each, 5) for name, each in medians.items()}
+    result["tokens_per_second"] = {name: round(speed, 1) for name, speed in speeds.items()}
+    result["mfu"] = _mfu(size, speeds)
     if "fsdp2" in medians:
-        found["over_fsdp2"] = {n: round(m / medians["fsdp2"], 4) for n, m in medians.items()}
-    found["peak_allocated"] = torch.cuda.max_memory_allocated()
-    found["peak_reserved"] = torch.cuda.max_memory_reserved()
-    return found
+        result["over_fsdp2"] = {n: round(m / medians["fsdp2"], 4) for n, m in medians.items()}
+    result["peak_allocated"] = torch.cuda.max_memory_allocated()
+    result["peak_reserved"] = torch.cuda.max_memory_reserved()
+    return result
 
 
 def fitting(name: str) -> Size:
@@ -190,20 +190,20 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure every size in every mode; the largest model alone."""
     for size in options.sizes.split(","):
         if size in LARGEST:
-            found = _run(options, mode="nccl1", size=size, engines="recomputing")
-            yield {"size": size, "mode": "nccl1", **found}
+            result = _run(options, mode="nccl1", size=size, engines="recomputing")
+            yield {"size": size, "mode": "nccl1", **result}
             continue
         for mode in options.modes.split(","):
-            found = _run(options, mode=mode, size=size, engines=",".join(TIMED))
-            both = {k: v for k, v in found.items() if not k.startswith("peak")}
+            result = _run(options, mode=mode, size=size, engines=",".join(TIMED))
+            both = {k: v for k, v in result.items() if not k.startswith("peak")}
             if MODES[mode] > 1:
                 both["memory"] = {name: _memory(options, mode, size, name) for name in ALONE}
             yield {"size": size, "mode": mode, **both}
 
 
 def _memory(options: argparse.Namespace, mode: str, size: str, engine: str) -> dict[str, int]:
-    found = _run(options, rounds=1, mode=mode, size=size, engines=engine)
-    return {key: found[key] for key in ("peak_allocated", "peak_reserved")}
+    result = _run(options, rounds=1, mode=mode, size=size, engines=engine)
+    return {key: result[key] for key in ("peak_allocated", "peak_reserved")}
 
 
 def main() -> None:

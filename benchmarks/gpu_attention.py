@@ -83,8 +83,8 @@ def measure(shape: Shape, kernel: str, rounds: int) -> dict[str, Any]:
 
 def _pass(query: Tensor, key: Tensor, value: Tensor) -> None:
     grouped = query.shape[1] != key.shape[1]
-    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    torch.autograd.grad(found, (query, key, value), found.detach())
+    result = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    torch.autograd.grad(result, (query, key, value), result.detach())
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def graphs(size: Size) -> Iterator[Row]:
     handler = BufferingHandler(capacity=1000)
     handler.setLevel(logging.WARNING)
     LOGGER.addHandler(handler)
-    found = []
+    results = []
     with joined(WORLD_SIZE, fake=True) as nccl:
         model = make_model(replace(size, blocks=BLOCKS))
         for name in block_names(model):
@@ -64,11 +64,11 @@ def graphs(size: Size) -> Iterator[Row]:
         counters.clear()
         for _ in range(STEPS):
             step(*_batch(size))
-            found.append(counters["stats"]["unique_graphs"])
+            results.append(counters["stats"]["unique_graphs"])
     LOGGER.removeHandler(handler)
-    said = [record.getMessage() for record in handler.buffer]
-    yield {"what": "graphs after each step", "found": found, "exactly": [1] * STEPS}
-    yield {"what": "reasons why Dynamo gave up", "found": said, "exactly": []}
+    messages = [record.getMessage() for record in handler.buffer]
+    yield {"what": "graphs after each step", "found": results, "exactly": [1] * STEPS}
+    yield {"what": "reasons why Dynamo gave up", "found": messages, "exactly": []}
 
 
 def launches(size: Size) -> Iterator[Row]:
@@ -119,8 +119,8 @@ def groups(count: int) -> Iterator[Row]:
             with nccl._one_launch(group):
                 for part in parts:
                     send(part, group=group)
-            found = _launched(group) - before
-            yield {"what": f"groups of {count} uneven {name}", "found": found, "exactly": 1}
+            result = _launched(group) - before
+            yield {"what": f"groups of {count} uneven {name}", "found": result, "exactly": 1}
 
 
 def _launched(group: Any) -> int:
@@ -161,8 +161,8 @@ class _EightBits:
     def __init__(self, width: int, nccl: NcclCollectives) -> None:
         linear = nn.Linear(width, width, bias=False, device=DEVICE)
         draw("weight", linear.weight)
-        about: dict[str, Any] = {"source": WeightInit(DEVICE), "blocks": ["Linear"]}
-        self.model = sharded(nn.Sequential(linear), nccl, Sharding(), **about)
+        options: dict[str, Any] = {"source": WeightInit(DEVICE), "blocks": ["Linear"]}
+        self.model = sharded(nn.Sequential(linear), nccl, Sharding(), **options)
         self.optimizer = fsdpctl.ShardedAdamW(self.model, state_dtype=torch.int8)
         generator = torch.Generator(DEVICE).manual_seed(0)
         x = torch.randn(64, width, device=DEVICE, generator=generator)
@@ -186,8 +186,8 @@ def _beside(name: str, numel: int, run: Callable[[], object], rounds: int) -> It
     for way, device, moved in zip(("eager", "fused"), (None, "cuda"), MOVED[name], strict=True):
         with fuse_kernels(device):
             seconds = statistics.median([device_seconds(run) for _ in range(3 + rounds)][3:])
-        about = None if rate is None else moved * numel / (rate * 1e9 * STREAMING)
-        yield {"what": f"{name}, {way}: seconds", "found": seconds, "about": about}
+        options = None if rate is None else moved * numel / (rate * 1e9 * STREAMING)
+        yield {"what": f"{name}, {way}: seconds", "found": seconds, "about": options}
 
 
 def pauses(size: Size) -> Iterator[Row]:
@@ -225,9 +225,9 @@ def main() -> None:
         torch.compile = partial(torch.compile, backend="eager")
     size = SIZES["tiny"]
     numel, width = (1 << 16, 128) if options.small else (1 << 26, 8192)
-    found = [graphs(size), launches(size), groups(7), bases(numel, options.rounds)]
+    seen = [graphs(size), launches(size), groups(7), bases(numel, options.rounds)]
     results: list[Row] = []
-    for rows in (*found, moments(width, options.rounds), pauses(size)):
+    for rows in (*seen, moments(width, options.rounds), pauses(size)):
         for row in rows:
             results.append(row)
             print(row, flush=True)

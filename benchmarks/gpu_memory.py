@@ -68,14 +68,14 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
     ]
 
 
-def resolved(words: list[str]) -> RunPlan:
+def resolved(args: list[str]) -> RunPlan:
     """Return the plan of a configuration on H200s."""
-    return make_run_plan(prepare(compose_config([*words, "cluster=h200"]), ESTIMATE_ROLE).config)
+    return make_run_plan(prepare(compose_config([*args, "cluster=h200"]), ESTIMATE_ROLE).config)
 
 
-def measure(words: list[str]) -> dict[str, int]:
+def measure(args: list[str]) -> dict[str, int]:
     """Return the memory of the steps of one configuration."""
-    config = resolved(words).config
+    config = resolved(args).config
     with joined(config.num_ranks, fake=True) as nccl:
         _train(config, nccl)
     return {
@@ -96,17 +96,17 @@ def _train(config: Resolved, nccl: NcclCollectives) -> None:
         train_step(config, model, optimizer, DEVICE)
 
 
-def _measured(turn: str, words: list[str], found: RunEstimate) -> dict[str, Any]:
-    grows = found.config.launch.allocator == "expandable"
+def _measured(turn: str, args: list[str], result: RunEstimate) -> dict[str, Any]:
+    grows = result.config.launch.allocator == "expandable"
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
-    command = [sys.executable, "-m", "benchmarks.gpu_memory", "--turn", turn, "--child", *words]
+    command = [sys.executable, "-m", "benchmarks.gpu_memory", "--turn", turn, "--child", *args]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
-        return {"words": words, "failed": done.returncode}
+        return {"words": args, "failed": done.returncode}
     answer = json.loads(done.stdout.splitlines()[-1])
-    estimated = {"peak_allocated": found.allocated, "peak_reserved": found.peak_reserved}
+    estimated = {"peak_allocated": result.allocated, "peak_reserved": result.peak_reserved}
     errors = {f"{name}_error": round(estimated[name] / answer[name] - 1, 5) for name in estimated}
-    return {"words": words, "measured": answer, "estimated": estimated, **errors}
+    return {"words": args, "measured": answer, "estimated": estimated, **errors}
 
 
 def drawn(options: argparse.Namespace) -> Iterator[tuple[list[str], RunEstimate]]:
@@ -115,10 +115,10 @@ def drawn(options: argparse.Namespace) -> Iterator[tuple[list[str], RunEstimate]
     room = 0.9 * torch.cuda.get_device_properties(DEVICE).total_memory
     while count < options.count:
         typed = draw_words(chance, options.models.split(","), options.lengths.split(","))
-        found = estimator.estimate(resolved(typed))
-        if options.smallest * _GIB <= found.peak_reserved <= room:
+        result = estimator.estimate(resolved(typed))
+        if options.smallest * _GIB <= result.peak_reserved <= room:
             count += 1
-            yield typed, found
+            yield typed, result
 
 
 def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -136,13 +136,13 @@ def missing() -> Iterator[str]:
 def answer(part: Part) -> dict[str, object]:
     """Run a part; return its exit code, seconds and last lines of output."""
     began, code = time.monotonic(), 0
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as message:
         for command in part.commands:
             left = part.seconds - (time.monotonic() - began)
             # A file, not a pipe: a process that survives its group would keep a pipe open.
             process = subprocess.Popen(
                 [sys.executable, "-m", *command],
-                stdout=said,
+                stdout=message,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env={**_environment(), **part.environment},
@@ -158,8 +158,8 @@ def answer(part: Part) -> dict[str, object]:
                     process.wait()
             if code:
                 break
-        said.seek(0)
-        lines = said.read().splitlines()[-_TAIL:]
+        message.seek(0)
+        lines = message.read().splitlines()[-_TAIL:]
     seconds = round(time.monotonic() - began, 1)
     return {"part": part.name, "code": code, "seconds": seconds, "last_lines": lines}
 
@@ -181,11 +181,11 @@ def run(parts: list[Part], scratch: Path, out: Path) -> list[str]:
     answers = {each["part"]: each for each in known}
     out.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        found = answer(part)
+        result = answer(part)
         for each in scratch.glob("*.json"):
             shutil.move(each, out / each.name)
-        answers[part.name] = found
-        print(json.dumps(found, indent=2), flush=True)
+        answers[part.name] = result
+        print(json.dumps(result, indent=2), flush=True)
         chip = torch.cuda.get_device_name()
         write_report(file, "gpu_session", list(answers.values()), device=chip)
     return [part.name for part in parts if answers[part.name]["code"]]

@@ -55,42 +55,42 @@ def reads(folder: Path, steps: int, batch: int, *more: str) -> Iterator[Read]:
                 children = psutil.Process(launcher.pid).children(recursive=True)
                 ranks = [each for each in children if "fsdpctl.training.worker" in each.cmdline()]
             try:
-                found = [each.memory_info() for each in ranks]
+                results = [each.memory_info() for each in ranks]
             except psutil.NoSuchProcess:
                 break  # the end of the run
             if step > seen:
                 seen, since = step, time.monotonic()
-                shared = [each.shared for each in found]
-                yield step, [each.rss - each.shared for each in found], shared
+                shared = [each.shared for each in results]
+                yield step, [each.rss - each.shared for each in results], shared
             assert time.monotonic() < since + PATIENCE, f"no step after {step}"
             time.sleep(0.2)
     assert launcher.returncode == 0, launcher.returncode
 
 
-def resident_after(found: list[Read], step: int) -> dict[str, list[int]]:
+def resident_after(result: list[Read], step: int) -> dict[str, list[int]]:
     """Return the medians of each rank over the steps from `step` on."""
-    within = [each[1:] for each in found if step <= each[0] < step + WINDOW]
-    own, mapped = (
+    within = [each[1:] for each in result if step <= each[0] < step + WINDOW]
+    sizes, mapped = (
         [int(median(of)) for of in zip(*x, strict=True)] for x in zip(*within, strict=True)
     )
-    return {"own_bytes": own, "mapped_bytes": mapped}
+    return {"own_bytes": sizes, "mapped_bytes": mapped}
 
 
 def main() -> None:
     """Measure, print and write."""
     options = arguments(steps=5000, batch=16)  # samples per step
     with tempfile.TemporaryDirectory() as folder:
-        found = list(reads(Path(folder), options.steps + WINDOW, options.batch))
+        result = list(reads(Path(folder), options.steps + WINDOW, options.batch))
     results: list[dict[str, Any]] = []
     for step in (FIRST, *range(EVERY, options.steps + 1, EVERY)):
-        row: dict[str, Any] = {"step": step, **resident_after(found, step)}
+        row: dict[str, Any] = {"step": step, **resident_after(result, step)}
         first = results[0]["own_bytes"] if results else row["own_bytes"]
         ratios = [now / then for now, then in zip(row["own_bytes"], first, strict=True)]
         results.append({**row, "over_first": round(max(ratios), 4)})
     print(*results, sep="\n")
-    about = {"world_size": RANKS, "model": "llama_tiny", "seq_len": SEQ_LEN}
-    about |= {"global_batch_size": options.batch, "window": WINDOW}
-    write_report(options.out, "growth", results, **about)
+    kwargs = {"world_size": RANKS, "model": "llama_tiny", "seq_len": SEQ_LEN}
+    kwargs |= {"global_batch_size": options.batch, "window": WINDOW}
+    write_report(options.out, "growth", results, **kwargs)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ class OneCallEach(ProcessGroupCollectives):
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Into the whole of each."""
         for each in buffers:
-            own: Span = each.spans[self.rank]
-            source = each.full[own.start : own.stop]
+            local_span: Span = each.spans[self.rank]
+            source = each.full[local_span.start : local_span.stop]
             if each.shard is not None:
                 source.copy_(each.shard)
             all_gather_single(each.full, source, group=self.group)
@@ -105,8 +105,8 @@ class OneCallEach(ProcessGroupCollectives):
 
     def reduce_scatter(self, whole: Tensor, parts: Any) -> Reduction:
         """Into this rank's part."""
-        own: Span = parts[self.rank]
-        part = whole[own.start : own.stop]
+        local_part: Span = parts[self.rank]
+        part = whole[local_part.start : local_part.stop]
         reduce_scatter_single(part, whole, group=self.reduce_group)
         return InPlaceReduction(Handle(lambda: part))
 
@@ -242,10 +242,10 @@ def main() -> None:
     setting = Setting(device, options.blocks, options.vocabulary)
     results = [measure(size, options.rounds, setting) for size in options.world_sizes]
     print(*results, sep="\n")
-    about = {"backend": "fake", "rounds": options.rounds, "vocabulary": options.vocabulary}
+    kwargs = {"backend": "fake", "rounds": options.rounds, "vocabulary": options.vocabulary}
     if options.device == "cuda":
-        about["device"] = torch.cuda.get_device_name()
-    write_report(options.out, "host_time", results, **about)
+        kwargs["device"] = torch.cuda.get_device_name()
+    write_report(options.out, "host_time", results, **kwargs)
 
 
 if __name__ == "__main__":

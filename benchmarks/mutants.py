@@ -97,7 +97,7 @@ def change(node: ast.AST) -> None:
 
 def drawn(tree: Path, count: int, seed: int) -> list[tuple[Mutant, str]]:
     """Draw mutants, as many of each room; return each with its source."""
-    found = []
+    results = []
     for index, room in enumerate(ROOMS):
         random_of = random.Random(f"{seed} {room}")
         files = sorted((tree / "fsdpctl" / room).rglob("*.py"))
@@ -111,8 +111,8 @@ def drawn(tree: Path, count: int, seed: int) -> list[tuple[Mutant, str]]:
             change(node)
             name = file.relative_to(tree).as_posix()
             source = ast.unparse(ast.fix_missing_locations(module))
-            found.append((Mutant(room, name, line, kind), source))
-    return found
+            results.append((Mutant(room, name, line, kind), source))
+    return results
 
 
 def tried(tree: Path, drawn_one: tuple[Mutant, str], limit: float) -> Mutant:

@@ -70,16 +70,16 @@ def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
     device = torch.device("cpu")
     torch.manual_seed(dist.get_rank())
     tokens, targets = torch.randint(0, MODELS[model][2], (2, 2, 64)).unbind()
-    found = {}
+    results = {}
     for name in (name for pair in PAIRS.items() for name in pair):
         before = _alive()
         step = CONTESTANTS[name](make_decoder(*MODELS[model]), DTYPES[dtype], device)
         for _ in range(WARM_UP):
             step(tokens, targets)
         peaks = [(_peak_of(step, tokens, targets) - before) / 1e6 for _ in range(STEPS)]
-        found[name] = {"least_mb": round(min(peaks), 3), "largest_mb": round(max(peaks), 3)}
+        results[name] = {"least_mb": round(min(peaks), 3), "largest_mb": round(max(peaks), 3)}
         del step  # otherwise its memory counts for the next engine
-    return found
+    return results
 
 
 def measure_all(rank: int) -> list[dict[str, Any]]:
@@ -87,13 +87,13 @@ def measure_all(rank: int) -> list[dict[str, Any]]:
     return [_row(model, dtype, measure(model, dtype)) for model in MODELS for dtype in DTYPES]
 
 
-def _row(model: str, dtype: str, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _row(model: str, dtype: str, result: dict[str, dict[str, float]]) -> dict[str, Any]:
     over = {
-        f"{ours}_over_{theirs}": round(found[ours]["largest_mb"] / found[theirs]["largest_mb"], 4)
+        f"{ours}_over_{theirs}": round(result[ours]["largest_mb"] / result[theirs]["largest_mb"], 4)
         for ours, theirs in PAIRS.items()
     }
     size = dist.get_world_size()
-    return {"world_size": size, "model": model, "dtype": dtype, **over, "engines": found}
+    return {"world_size": size, "model": model, "dtype": dtype, **over, "engines": result}
 
 
 def main() -> None:

@@ -21,21 +21,21 @@ from tests.predict.test_published_time import PREDICTOR, planned, predicted
 
 def errors_by_kind(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
     """Return the errors by kind and GPU, without programs that differ."""
-    found: dict[str, dict[str, list[float]]] = {}
+    seen: dict[str, dict[str, list[float]]] = {}
     for row in results:
         if "differs" not in row:
-            found.setdefault(row["kind"], {}).setdefault(row["card"], []).append(row["error"])
-    return found
+            seen.setdefault(row["kind"], {}).setdefault(row["card"], []).append(row["error"])
+    return seen
 
 
 def main() -> None:
     """Predict, print and write."""
     options, results, errors = arguments(), [], []
     for each in PUBLISHED:
-        found, ranks = predicted(each.settings)
+        prediction, ranks = predicted(each.settings)
         plan = planned(each.settings)
-        kind = error_kind(PREDICTOR.estimate(plan), found.seconds)
-        speed = found.tokens / found.seconds / ranks
+        kind = error_kind(PREDICTOR.estimate(plan), prediction.seconds)
+        speed = prediction.tokens / prediction.seconds / ranks
         errors.append(round(speed / each.tokens_per_second - 1, 4))
         results.append(
             {
@@ -52,8 +52,8 @@ def main() -> None:
         )
         print(results[-1])
     off = [abs(each) for each in errors]
-    about = {"median_error": median(off), "worst_error": max(off)}
-    write_report(options.out, "published_steps", results, **about)
+    kwargs = {"median_error": median(off), "worst_error": max(off)}
+    write_report(options.out, "published_steps", results, **kwargs)
     if options.out:
         by_kind = errors_by_kind(results)
         file = Path(__file__).parent.parent / "conf" / ACCURACY

@@ -65,11 +65,11 @@ def _rank(
     dist.destroy_process_group()
 
 
-def write_report(path: Path | None, benchmark: str, results: Any, **about: Any) -> None:
+def write_report(path: Path | None, benchmark: str, results: Any, **kwargs: Any) -> None:
     """Write the results of a benchmark as JSON; nothing if the path is None."""
     if path is None:
         return
     machine = f"{num_cores()} cores, {platform.machine()}"
     report = {"benchmark": benchmark, "torch": torch.__version__, "machine": machine}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**report, **about, "results": results}, indent=2) + "\n")
+    path.write_text(json.dumps({**report, **kwargs, "results": results}, indent=2) + "\n")

@@ -67,11 +67,11 @@ def medians(rounds: int) -> dict[str, float]:
 def main() -> None:
     """Time the commands, and write the report."""
     options = arguments(rounds=7)
-    found = medians(options.rounds)
+    actual = medians(options.rounds)
     result = {
-        "processor_seconds": found,
-        "help_over_import_typer": round(found["help"] / found["typer"], 2),
-        "estimate_over_import_torch": round(found["estimate_405b"] / found["torch"], 2),
+        "processor_seconds": actual,
+        "help_over_import_typer": round(actual["help"] / actual["typer"], 2),
+        "estimate_over_import_torch": round(actual["estimate_405b"] / actual["torch"], 2),
     }
     print(result)
     write_report(options.out, "startup", [result], rounds=options.rounds)

@@ -110,9 +110,9 @@ class Engine:
 def _rank_main(
     rank: int, name: str, size: str, dtype: str, rendezvous: str, ends: list[Connection]
 ) -> None:
-    own = ends[rank]
+    connection = ends[rank]
     for end in ends:
-        if end is not own:
+        if end is not connection:
             end.close()  # otherwise this process keeps the pipes of other ranks open
     torch.set_num_threads(1)
     store = FileStore(rendezvous, len(ends))
@@ -123,13 +123,13 @@ def _rank_main(
     try:
         while True:
             seconds = []
-            for _ in range(own.recv()):
+            for _ in range(connection.recv()):
                 dist.barrier()
                 began = time.perf_counter()
                 loss = step(tokens, targets)
                 dist.barrier()
                 seconds.append(time.perf_counter() - began)
-            own.send((seconds, float(loss)))
+            connection.send((seconds, float(loss)))
     except EOFError:  # no more turns
         dist.destroy_process_group()
 
@@ -138,7 +138,7 @@ def measure(
     options: argparse.Namespace, size: str, dtype: str, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return medians of every engine, measured beside the engines of its group."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for group in options.groups:
         turns = [*BESIDE_ALL, *GROUPS[group]]
         seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -155,8 +155,8 @@ def measure(
                         (_, *counted), losses[name] = engines[name].turn(TURN)
                         if number >= WARM_UP:
                             seconds[name] += counted
-        found = _figures(seconds, losses) | found
-    return {name: found[name] for name in CONTESTANTS if name in found}
+        results = _figures(seconds, losses) | results
+    return {name: results[name] for name in CONTESTANTS if name in results}
 
 
 def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def main() -> None:
             results.append({"size": size, "dtype": dtype, **about_case, "engines": engines})
             print(results[-1], flush=True)
             # Written after each case, so that an interrupted run keeps its results.
-            about = {"backend": "gloo", "world_size": options.world_size}
-            write_report(options.out, "step_time", results, **about)
+            kwargs = {"backend": "gloo", "world_size": options.world_size}
+            write_report(options.out, "step_time", results, **kwargs)
 
 
 if __name__ == "__main__":

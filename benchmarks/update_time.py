@@ -38,9 +38,9 @@ def _bytes(model: ShardedModel, optimizer: Optimizer) -> dict[str, float]:
     """Return the bytes per parameter of master weights and moments, and those that a step moves."""
     shards = list(model.flat_shards())
     numel = sum(shard.master.numel() for shard in shards)
-    kept = [shard.master for shard in shards]
-    kept += [shard.remainder for shard in shards if shard.remainder is not None]
-    at_rest = sum(each.nbytes for each in kept) + optimizer.memory_bytes()
+    masters = [shard.master for shard in shards]
+    masters += [shard.remainder for shard in shards if shard.remainder is not None]
+    at_rest = sum(each.nbytes for each in masters) + optimizer.memory_bytes()
     gradients = sum(shard.master.numel() * shard.grad_dtype.itemsize for shard in shards)
     moved = (2 * at_rest + gradients) / numel  # with gradients: read and written
     return {
@@ -63,20 +63,22 @@ def _updating(model: ShardedModel, optimizer: Optimizer) -> Callable[[], object]
     return partial(optimizer.step, grad_scale=scale, found_inf=finite)
 
 
-def _times(made: Mapping[str, Callable[[], object]], rounds: int) -> list[dict[str, Any]]:
+def _times(functions: Mapping[str, Callable[[], object]], rounds: int) -> list[dict[str, Any]]:
     """Return medians over alternating rounds, of which the first is left out.
 
     Ratios are to the first of what was `made`.
     """
-    turns = [{name: _seconds(each) for name, each in made.items()} for _ in range(1 + rounds)][1:]
-    base = next(iter(made))
+    turns = [{name: _seconds(each) for name, each in functions.items()} for _ in range(1 + rounds)][
+        1:
+    ]
+    base = next(iter(functions))
     return [
         {
             "name": name,
             "seconds": median(turn[name] for turn in turns),
             "over_float32": round(median(turn[name] / turn[base] for turn in turns), 3),
         }
-        for name in made
+        for name in functions
     ]
 
 
@@ -91,15 +93,15 @@ def main() -> None:
     options = arguments(width=512, rounds=25)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    made = {name: _made([*BF16, *words], options.width)[1:] for name, words in WAYS.items()}
-    times = _times({name: _updating(*each) for name, each in made.items()}, options.rounds)
-    results = [{**time, **_bytes(*made[time["name"]])} for time in times]
-    steps = {n: partial(train_step, *_made(words, options.width)) for n, words in BASES.items()}
+    runs = {name: _made([*BF16, *args], options.width)[1:] for name, args in WAYS.items()}
+    times = _times({name: _updating(*each) for name, each in runs.items()}, options.rounds)
+    results = [{**time, **_bytes(*runs[time["name"]])} for time in times]
+    steps = {n: partial(train_step, *_made(args, options.width)) for n, args in BASES.items()}
     adapters = _times(steps, options.rounds)
     print(*results, *adapters, sep="\n")
-    parameters = sum(shard.master.numel() for shard in made[BASELINE][0].flat_shards())
-    about = {"parameters": parameters, "tokens": 4 * 256, "rounds": options.rounds}
-    write_report(options.out, "update_time", results, adapters=adapters, **about)
+    parameters = sum(shard.master.numel() for shard in runs[BASELINE][0].flat_shards())
+    kwargs = {"parameters": parameters, "tokens": 4 * 256, "rounds": options.rounds}
+    write_report(options.out, "update_time", results, adapters=adapters, **kwargs)
 
 
 if __name__ == "__main__":

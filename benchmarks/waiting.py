@@ -68,8 +68,8 @@ def main() -> None:
         seconds: dict[str, list[float]] = {way: [] for way in options.ways}
         with load(beside):
             for way in list(options.ways) * options.rounds:
-                found, of_run = train(way, options.steps)
-                seconds[way].append(found)
+                result, of_run = train(way, options.steps)
+                seconds[way].append(result)
                 losses.add(tuple(of_run))
         for way, found_of_way in seconds.items():
             ratios = [a / b for a, b in zip(found_of_way, seconds[PASSIVE], strict=True)]

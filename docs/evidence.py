@@ -40,13 +40,13 @@ def decoders_table() -> str:
         "not tried": [each for each in results if not each["is_tried"]],
     }
     rows = []
-    for name, found in groups.items():
-        families = (f"{each['family']}{'*' * each['has_experts']}" for each in found)
-        if found:
-            rows.append(f"{name} | {len(found)} | {', '.join(families)}")
+    for name, result in groups.items():
+        families = (f"{each['family']}{'*' * each['has_experts']}" for each in result)
+        if result:
+            rows.append(f"{name} | {len(result)} | {', '.join(families)}")
     loss = max(each["loss_difference"] for each in works)
     gradient = max(each["gradient_difference"] for each in works)
-    about = (
+    options = (
         f"transformers {report['transformers']}, torch {report['torch']}, on a CPU in float32. Of "
         f"the {len(works)} families that work, the loss differs from that of transformers by at "
         f"most {loss:.1e}, and gradients by {gradient:.1e} of the largest one. Each exports the "
@@ -55,7 +55,7 @@ def decoders_table() -> str:
         "`consolidate-checkpoint`; transformers loads the export."
     )
     header = "chats are packed as | families | `model_type` (with experts: *)"
-    return table_of(header, rows, about, align="---")
+    return table_of(header, rows, options, align="---")
 
 
 def _working_decoders() -> list[dict[str, Any]]:
@@ -70,18 +70,18 @@ def faults_table() -> str:
     for each in cases:
         groups[_fault(each)].append(each)
     rows = []
-    for name, found in sorted(groups.items()):
-        counts = Counter(map(_outcome, found)).most_common()
+    for name, result in sorted(groups.items()):
+        counts = Counter(map(_outcome, result)).most_common()
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts)
-        rows.append(f"{name} | {len(found)} | {outcomes} | {_wrong(found)}")
+        rows.append(f"{name} | {len(result)} | {outcomes} | {_wrong(result)}")
     seconds = sorted(each["seconds"] for each in cases)
-    about = (
+    options = (
         f"{len(cases)} cases, seeds {cases[0]['seed']} to {cases[-1]['seed']}, "
         f"{measured_on(report)}. A case with all of its starts took "
         f"{seconds[len(seconds) // 2]:.0f} s (median), {seconds[-1]:.0f} s at most."
     )
     header = "fault | cases | outcome of the disturbed start | wrong"
-    return table_of(header, rows, about, align="---")
+    return table_of(header, rows, options, align="---")
 
 
 def _wrong(cases: list[dict[str, Any]]) -> int:
@@ -114,7 +114,7 @@ def phrases() -> dict[str, str]:
     first, *later = report_of("growth")["results"]
     largest = max(each["over_first"] for each in later) - 1
     (startup,) = report_of("startup")["results"]
-    said = {
+    message = {
         "faults": f"{_wrong(cases)} of {len(cases)} injected faults led to wrong results",
         "damage": f"{_wrong(damaged)} of {len(damaged)} corrupted checkpoints led to wrong results",
         "peak memory": f"{min(ratios):.2f} to {max(ratios):.2f} times PyTorch's peak",
@@ -131,4 +131,4 @@ def phrases() -> dict[str, str]:
         "time of `import typer`, the estimate of 405B on 16,384 GPUs "
         f"{startup['estimate_over_import_torch']:.1f} times that of `import torch`",
     }
-    return {f"phrase of {name}": text for name, text in said.items()}
+    return {f"phrase of {name}": text for name, text in message.items()}

@@ -109,9 +109,9 @@ def memory_table() -> str:
     )
     rows = []
     for name in STRATEGIES:
-        found = engine_peak(planned(name))
-        largest = found.largest
-        sizes = [largest[each] for each in COLORS] + [found.peak_bytes]
+        result = engine_peak(planned(name))
+        largest = result.largest
+        sizes = [largest[each] for each in COLORS] + [result.peak_bytes]
         rows.append(" | ".join([f"`{name}`", *(f"{size / GIB:.1f}" for size in sizes)]))
     return measured.table_of(header, rows, align="---")
 
@@ -126,14 +126,14 @@ def replicas_table() -> str:
     estimator = Estimator()
     for settings in REPLICAS:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
-        found = estimator.estimate(make_run_plan(prepare(composed, ESTIMATE_ROLE).config))
-        placed = found.config
+        result = estimator.estimate(make_run_plan(prepare(composed, ESTIMATE_ROLE).config))
+        placed = result.config
         sent = sent_per_step(placed, module_units(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
-        gib = (found.peak_reserved / GIB, sent.intra_replica / GIB, sent.inter_replica / GIB)
+        gib = (result.peak_reserved / GIB, sent.intra_replica / GIB, sent.inter_replica / GIB)
         reserved, within, between = (f"{each:.1f} GiB" for each in gib)
         rows.append(
-            f"`{placed.strategy.name}` | {count} | {reserved} | {VERDICTS[found.verdict]} | "
+            f"`{placed.strategy.name}` | {count} | {reserved} | {VERDICTS[result.verdict]} | "
             f"{within} | {between}"
         )
     return measured.table_of(header, rows, align="---")
@@ -178,12 +178,12 @@ TABLES: dict[str, Callable[[], str] | str] = {
 
 def filled(page: str) -> str:
     """Return a page with its tables, and phrases within lines, replaced by current ones."""
-    for name, made in (TABLES | evidence.phrases()).items():
+    for name, table in (TABLES | evidence.phrases()).items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         if start in page:
             before, rest = page.split(start, 1)
             old, after = rest.split(end, 1)
-            text = made if isinstance(made, str) else made()
+            text = table if isinstance(table, str) else table()
             edge = "\n" if old.startswith("\n") else ""
             page = f"{before}{start}{edge}{text}{edge}{end}{after}"
     return page
@@ -194,10 +194,10 @@ def estimated_recipe(file: Path) -> str:
     lines = [line for line in file.read_text().splitlines() if not line.startswith(ESTIMATED)]
     if any(line.startswith("cluster") for line in lines):
         composed = compose_config(["launch.device=cuda"], str(file))
-        ((found, _),) = estimates_of(Estimator(), composed, all_strategies=False)
-        reserved, memory = found.peak_reserved / GIB, found.memory_bytes / GIB
+        ((result, _),) = estimates_of(Estimator(), composed, all_strategies=False)
+        reserved, memory = result.peak_reserved / GIB, result.memory_bytes / GIB
         head = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-        verdict = VERDICTS[found.verdict]
+        verdict = VERDICTS[result.verdict]
         lines.insert(head, f"{ESTIMATED} {reserved:.1f} of {memory:.1f} GiB per rank, {verdict}.")
     return "\n".join(lines) + "\n"
 
@@ -242,10 +242,10 @@ def draw_simulation(file: Path) -> None:
     # Text stays text in an SVG file, with one name of a font instead of thirteen.
     matplotlib.rcParams.update({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
     matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
-    found = variants_of(SIMULATED, None, simulates=True)
-    list(predict(found))
+    result = variants_of(SIMULATED, None, simulates=True)
+    list(predict(result))
     title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
-    figure = draw_rows(sorted_rows([each.result for each in found]), title, "time")
+    figure = draw_rows(sorted_rows([each.result for each in result]), title, "time")
     figure.savefig(file, metadata={"Date": None})
 
 

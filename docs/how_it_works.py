@@ -93,13 +93,13 @@ def _draw_timeline(canvas: _Canvas, events: Sequence[Event], units: Sequence[str
         top = 52 + _ROW * row
         canvas.text(_LEFT - 8, top + 11, _short(unit), anchor="end")
         canvas.box(_RULE, _LEFT, top + 23, _RIGHT - _LEFT, 0)
-        own = [(i, each.kind) for i, each in enumerate(events) if each.unit == unit]
-        for first, last, color in _bars(own, len(events)):
+        unit_events = [(i, each.kind) for i, each in enumerate(events) if each.unit == unit]
+        for first, last, color in _bars(unit_events, len(events)):
             y, height = (top + 13, 8) if color == _GRADS else (top, 12)
             canvas.box(color, at[first], y, at[last] - at[first], height)
             if unit == units[2]:
                 _name_bar(canvas, color, at[first], at[last], top)
-        for i in (i for i, kind in own if kind in _WIDE):
+        for i in (i for i, kind in unit_events if kind in _WIDE):
             canvas.box(_OUTLINE, at[i], top, at[i + 1] - at[i], 12)
             canvas.text((at[i] + at[i + 1]) / 2, top + 9.5, "run", anchor="middle", size=9)
 
@@ -113,11 +113,11 @@ def _name_bar(canvas: _Canvas, color: str, left: float, right: float, top: float
         canvas.text((left + right) / 2, top + 20, "reduce", anchor="middle", size=9)
 
 
-def _bars(own: Sequence[tuple[int, EventKind]], end: int) -> Iterator[tuple[int, int, str]]:
+def _bars(unit_events: Sequence[tuple[int, EventKind]], end: int) -> Iterator[tuple[int, int, str]]:
     """Yield the first event, the last event and the color of each bar of a unit."""
     began: dict[str, int] = {}
-    last_reduced = max((i for i, kind in own if kind is K.REDUCED), default=end)
-    for i, kind in own:
+    last_reduced = max((i for i, kind in unit_events if kind is K.REDUCED), default=end)
+    for i, kind in unit_events:
         if kind is K.GATHER:
             began[_ARRIVING] = i
         elif kind is K.READY:

@@ -30,11 +30,11 @@ def report_of(name: str) -> dict[str, Any]:
     return report
 
 
-def table_of(header: str, rows: Iterable[str], about: str = "", align: str = "---:") -> str:
+def table_of(header: str, rows: Iterable[str], options: str = "", align: str = "---:") -> str:
     """Return a table in Markdown, with a line below it; cells are separated by ` | `."""
     lines = [header, " | ".join(["---", *[align] * header.count(" | ")]), *rows]
     table = "\n".join(f"| {line} |" for line in lines)
-    return f"{table}\n\n{about}" if about else table
+    return f"{table}\n\n{options}" if options else table
 
 
 def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
@@ -60,8 +60,8 @@ def registered_table() -> str:
          f"{e['seconds']} | {e['low']} to {e['high']} ({e['band']}) | `{_without_common(e)}`")
         for e in results
     )  # fmt: skip
-    about = f"{len(results)} predictions of commit {report['commit']}, registered on "
-    return table_of(header, grouped(rows), f"{about}{report['searched']}.")
+    options = f"{len(results)} predictions of commit {report['commit']}, registered on "
+    return table_of(header, grouped(rows), f"{options}{report['searched']}.")
 
 
 def _without_common(prediction: dict[str, Any]) -> str:
@@ -97,9 +97,9 @@ def _step_times(name: str, key: str, title: str) -> str:
         if engine in results[0]["engines"]
     ]
     rounds = ", ".join(f"{e['rounds_of_each']} of {e['size']} {e['dtype']}" for e in results)
-    about = f"{report['world_size']} ranks over gloo, {measured_on(report)}"
-    about += f"; {results[0]['starts']} starts; rounds of each: {rounds}."
-    return table_of(" | ".join(header), rows, about)
+    options = f"{report['world_size']} ranks over gloo, {measured_on(report)}"
+    options += f"; {results[0]['starts']} starts; rounds of each: {rounds}."
+    return table_of(" | ".join(header), rows, options)
 
 
 def peak_memory_table() -> str:
@@ -112,8 +112,8 @@ def peak_memory_table() -> str:
         ratios = (f"{each[f'{ours}_over_{theirs}']:.2f}" for each in results)
         name = f"`{ours}` / {_ENGINES[theirs].removeprefix('PyTorch ')}"
         rows.append(" | ".join([name, *ratios]))
-    about = f"The largest of {report['steps']} steps, {measured_on(report)}."
-    return table_of(" | ".join(["peak / PyTorch's", *header]), rows, about)
+    options = f"The largest of {report['steps']} steps, {measured_on(report)}."
+    return table_of(" | ".join(["peak / PyTorch's", *header]), rows, options)
 
 
 def host_time_table(name: str = "host-time") -> str:
@@ -138,22 +138,22 @@ def estimate_time_table() -> str:
         for each in report["results"]
     )
     header = "estimate | time / `import torch` | seconds | s per further strategy | MiB"
-    about = "Measured after `import torch`, including everything else; medians of "
-    about += f"{report['rounds']} processes, {measured_on(report)}."
-    return table_of(header, rows, about)
+    options = "Measured after `import torch`, including everything else; medians of "
+    options += f"{report['rounds']} processes, {measured_on(report)}."
+    return table_of(header, rows, options)
 
 
 def startup_line() -> str:
     """Return the processor time of help and of a large estimate."""
     report = report_of("startup")
-    (found,) = report["results"]
-    seconds = found["processor_seconds"]
+    (result,) = report["results"]
+    seconds = result["processor_seconds"]
     return (
         f"The whole command takes {seconds['estimate_405b']:.1f} s of processor time for "
         "llama3_405b on 16,384 ranks with its advice, "
-        f"{found['estimate_over_import_torch']:.1f} times as much as `import torch` "
+        f"{result['estimate_over_import_torch']:.1f} times as much as `import torch` "
         f"({seconds['torch']:.1f} s). `fsdpctl --help` takes {seconds['help']:.2f} s, "
-        f"{found['help_over_import_typer']:.2f} times as much as `import typer`: medians of "
+        f"{result['help_over_import_typer']:.2f} times as much as `import typer`: medians of "
         f"{report['rounds']} alternating processes, {measured_on(report)}."
     )
 
@@ -200,9 +200,9 @@ def published_steps_table() -> str:
         f"{kind} {median(errors):.1%} and {max(errors):.1%} ({len(errors)} steps)"
         for kind, errors in by_kind.items()
     )
-    about = "Median and worst error by kind, without programs that differ as their rows say: "
-    about += f"{', '.join(of_kinds)}."
-    return table_of(header, grouped(rows), about)
+    options = "Median and worst error by kind, without programs that differ as their rows say: "
+    options += f"{', '.join(of_kinds)}."
+    return table_of(header, grouped(rows), options)
 
 
 def _difference(step: dict[str, Any]) -> str:
@@ -213,16 +213,16 @@ def growth_table() -> str:
     """Return the memory of CPU ranks over the steps of a long run."""
     report = report_of("growth")
     rows = [
-        f"{each['step']:,} | {' | '.join(f'{own / (1 << 20):.1f}' for own in each['own_bytes'])} | "
+        f"{each['step']:,} | {' | '.join(f'{n / (1 << 20):.1f}' for n in each['own_bytes'])} | "
         f"{each['over_first']:.4f} | {max(each['mapped_bytes']) / (1 << 20):.1f}"
         for each in report["results"]
     ]
     ranks = " | ".join(f"rank {rank}, MiB" for rank in range(report["world_size"]))
-    about = (
+    options = (
         f"{report['model']}, {report['global_batch_size']} samples of {report['seq_len']} tokens "
         f"per step, over gloo, {measured_on(report)}; medians of {report['window']} steps."
     )
-    return table_of(f"step | {ranks} | larger / first | mapped files, MiB", rows, about)
+    return table_of(f"step | {ranks} | larger / first | mapped files, MiB", rows, options)
 
 
 def compressed_states_table() -> str:
@@ -242,7 +242,7 @@ def compressed_states_table() -> str:
         "states | bytes per parameter | moved per update | update / float32 | "
         "training loss | validation loss | validation - float32's"
     )
-    about = (
+    options = (
         f"One thread of a CPU ({measured_on(timed)}), compute in bf16. Times: medians of "
         f"{timed['rounds']} alternating rounds, {timed['parameters'] / 1e6:.1f} M parameters. "
         f"A step of {timed['tokens']:,} tokens with adapters over NF4 weights, in float32, takes "
@@ -251,4 +251,4 @@ def compressed_states_table() -> str:
         f"{len(results[0]['train_losses'])} seeds after {report['steps']:,} steps of "
         f"`llama_tiny`; training loss over the last {report['last_steps']}, difference per seed."
     )
-    return table_of(header, rows, about)
+    return table_of(header, rows, options)

@@ -32,9 +32,9 @@ settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")
 
 
-def _render_here(given: IO[bytes], made: IO[bytes]) -> mock.Mock:
+def _render_here(requests: IO[bytes], replies: IO[bytes]) -> mock.Mock:
     with mock.patch.object(template_processes, "_limit"):
-        template_processes.main(given, made)
+        template_processes.main(requests, replies)
     return mock.Mock()
 
 

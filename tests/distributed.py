@@ -72,8 +72,8 @@ def distributed(
 
         hidden = {"rank"} if world_size is None else {"rank", "world_size"}
         signature = inspect.signature(body)
-        kept = [each for name, each in signature.parameters.items() if name not in hidden]
-        test.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        parameters = [each for name, each in signature.parameters.items() if name not in hidden]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -90,21 +90,21 @@ def in_turn(**factors: Sequence[Any]) -> Callable[[Body], Body]:
         names = [name for key in factors for name in key.split("__")]
 
         @functools.wraps(body)
-        def every_case(**given: Any) -> None:
+        def every_case(**fixtures: Any) -> None:
             for chosen in itertools.product(*factors.values()):
                 case: dict[str, Any] = {}
                 for key, value in zip(factors, chosen, strict=True):
                     parts = key.split("__")
                     case.update(zip(parts, value if len(parts) > 1 else [value], strict=True))
                 try:
-                    body(**given, **case)
+                    body(**fixtures, **case)
                 except BaseException as error:
                     error.add_note(f"with {case}")
                     raise
 
         signature = inspect.signature(body)
-        kept = [each for name, each in signature.parameters.items() if name not in names]
-        every_case.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        parameters = [each for name, each in signature.parameters.items() if name not in names]
+        every_case.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return every_case
 
     return decorate
@@ -116,10 +116,10 @@ def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) 
         reports: dict[Connection, int] = {}
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            where = (body.__module__, body.__qualname__)
+            test_id = (body.__module__, body.__qualname__)
             process: BaseProcess = _context.Process(
                 target=_rank_main,
-                args=(theirs, where, (rank, world_size), Path(scratch), fixtures),
+                args=(theirs, test_id, (rank, world_size), Path(scratch), fixtures),
                 daemon=True,
             )
             process.start()
@@ -166,8 +166,8 @@ def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
 
 def _rank_main(
     report: Connection,
-    where: tuple[str, str],
-    place: tuple[int, int],
+    test_id: tuple[str, str],
+    rank_and_size: tuple[int, int],
     scratch: Path,
     fixtures: dict[str, Any],
 ) -> None:
@@ -175,7 +175,7 @@ def _rank_main(
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    rank, world_size = place
+    rank, world_size = rank_and_size
     on_device = "EMULATED_CUDA" in os.environ
     os.environ["EMULATED_CUDA_SEED"] = str(fixtures.get("seed", 0))
     stack = (scratch / f"stack-{rank}").open("w")
@@ -191,7 +191,7 @@ def _rank_main(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, device_id=device
         )
-        module, name = where
+        module, name = test_id
         body = getattr(importlib.import_module(module), name).__wrapped__
         body(rank=rank, world_size=world_size, **fixtures)
         if on_device:

@@ -58,27 +58,27 @@ _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__",
 
 def run(name: str, command: list[str]) -> tuple[int, str]:
     """Run `command` in an environment; return its exit code and the last line that it prints."""
-    given, folder, last = dict(os.environ), ROOT, ""
-    given["EMULATED_CUDA_LIBRARY"] = str(emulated.library())
-    words = [os.path.abspath(shutil.which(command[0]) or command[0]), *command[1:]]
+    environ, folder, last = dict(os.environ), ROOT, ""
+    environ["EMULATED_CUDA_LIBRARY"] = str(emulated.library())
+    args = [os.path.abspath(shutil.which(command[0]) or command[0]), *command[1:]]
     with ExitStack() as stack:
-        made = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        scratch = Path(stack.enter_context(made))
+        scratch_dir = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        scratch = Path(stack.enter_context(scratch_dir))
         for setting in ENVIRONMENTS[name]:
-            given.update(VARIABLES.get(setting, {}))
+            environ.update(VARIABLES.get(setting, {}))
             if setting == "path":
                 above = scratch / os.fsdecode("ein ü".encode())  # also where names are ASCII
-                given["TMPDIR"], folder = str(above), above / "checkout"
+                environ["TMPDIR"], folder = str(above), above / "checkout"
                 shutil.copytree(ROOT, folder, ignore=_NOT_COPIED, symlinks=True)
             elif setting == "64-cores":
                 (scratch / "sitecustomize.py").write_text(_CORES)
             elif setting in _CONFINED:
-                words = _confined(setting, words, stack)
+                args = _confined(setting, args, stack)
         paths = [str(scratch), str(folder), os.environ.get("PYTHONPATH", "")]
-        given["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        about = f"environment {' '.join((name, *ENVIRONMENTS[name]))}"
-        print(f"{_machine(given.get(_LEVEL))}, {about}", flush=True)
-        with subprocess.Popen(words, cwd=folder, env=given, stdout=subprocess.PIPE) as process:
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        options = f"environment {' '.join((name, *ENVIRONMENTS[name]))}"
+        print(f"{_machine(environ.get(_LEVEL))}, {options}", flush=True)
+        with subprocess.Popen(args, cwd=folder, env=environ, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             for piece in iter(partial(os.read, process.stdout.fileno(), 1 << 16), b""):
                 sys.stdout.buffer.write(piece)
@@ -87,7 +87,7 @@ def run(name: str, command: list[str]) -> tuple[int, str]:
         return process.returncode, last.strip().rpartition("\n")[2]
 
 
-def _confined(setting: str, words: list[str], stack: ExitStack) -> list[str]:
+def _confined(setting: str, args: list[str], stack: ExitStack) -> list[str]:
     """Confine this process until `stack` closes; return what starts `words` confined."""
     try:
         if setting == "one-core":
@@ -97,10 +97,10 @@ def _confined(setting: str, words: list[str], stack: ExitStack) -> list[str]:
             _enter_group(stack)
         elif os.geteuid() == 0:
             subprocess.run([*_USER, "true"], check=True, capture_output=True)
-            return [*_USER, *words]
+            return [*_USER, *args]
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{setting}: not permitted on this machine: {error}", flush=True)
-    return words
+    return args
 
 
 def _enter_group(stack: ExitStack) -> None:
@@ -119,21 +119,21 @@ def _enter_group(stack: ExitStack) -> None:
 
 def _machine(level: str | None) -> str:
     """Describe in a line what tests run on, with torch's level of instructions."""
-    about = Path("/proc/cpuinfo")
-    text = about.read_text(encoding="utf-8") if about.exists() else ""
-    found = re.search("model name\\s*: (.*)", text)
+    options = Path("/proc/cpuinfo")
+    text = options.read_text(encoding="utf-8") if options.exists() else ""
+    result = re.search("model name\\s*: (.*)", text)
     usual = "avx512" if " avx512vl" in text else "avx2" if " avx2" in text else "default"
     return (
-        f"{found[1] if found else platform.machine()} ({level or usual}), "
+        f"{result[1] if result else platform.machine()} ({level or usual}), "
         f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, torch {version('torch')}, "
         f"Python {platform.python_version()}"
     )
 
 
-def main(words: list[str]) -> int:
+def main(args: list[str]) -> int:
     names, codes, table = list(ENVIRONMENTS), [0], []
     today = names[datetime.date.today().toordinal() % len(names)]
-    which, dashes, command = [*words, "", ""][0], words[1:2], words[2:]
+    which, dashes, command = [*args, "", ""][0], args[1:2], args[2:]
     selected = {"--all": names, "--of-today": [today]}.get(which, [which])
     if dashes != ["--"] or not command or not set(selected) <= set(names):
         print(f"expected --of-today, --all or one of {', '.join(names)}; then -- COMMAND")

@@ -17,8 +17,10 @@ def fused_by(backend: str) -> Iterator[Callable[[], int]]:
     compile_with = torch.compile
 
     def by_backend(function: Any, *, dynamic: bool, options: dict[str, Any]) -> Any:
-        given: dict[str, Any] = {"options": options} if backend == "inductor" else {}
-        return compile_with(function, dynamic=dynamic, backend=backend, fullgraph=True, **given)
+        compile_options: dict[str, Any] = {"options": options} if backend == "inductor" else {}
+        return compile_with(
+            function, dynamic=dynamic, backend=backend, fullgraph=True, **compile_options
+        )
 
     torch._dynamo.reset()
     counters.clear()

@@ -33,12 +33,12 @@ TINY_MODEL = [
 RANK_FILE = "rank-00000.safetensors"
 
 
-def make_checkpoint(folder: Path, *words: str) -> Path:
+def make_checkpoint(folder: Path, *args: str) -> Path:
     """Write a checkpoint of a tiny model with a tokenizer; `words` are settings of its run."""
-    config = stored_config(compose_config([*TINY_MODEL, *words]).config)
+    config = stored_config(compose_config([*TINY_MODEL, *args]).config)
     model = make_model(config, torch.device("cpu"))
-    about = CheckpointMetadata(Progress(1), to_settings(config), ByteTokenizer().files())
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), Collectives())
+    options = CheckpointMetadata(Progress(1), to_settings(config), ByteTokenizer().files())
+    write_checkpoint(folder, take_snapshot(model, None, 0, options), Collectives())
     return folder
 
 
@@ -89,11 +89,11 @@ def write_refitted(checkpoint: Path, text: bytes) -> None:
     """Write the header of the first rank's file as it is, and refit the manifest."""
     file = checkpoint / RANK_FILE
     rewrite_header(file, text)
-    about = {
+    options = {
         "size": file.stat().st_size,
         "xxh3": xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(text)) + text),
     }
-    reseal(checkpoint, lambda content: content["files"].update({RANK_FILE: about}))
+    reseal(checkpoint, lambda content: content["files"].update({RANK_FILE: options}))
 
 
 def attach(checkpoint: Path, name: str, content: bytes) -> None:
@@ -101,8 +101,8 @@ def attach(checkpoint: Path, name: str, content: bytes) -> None:
     file = checkpoint / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
-    about = {"size": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
-    reseal(checkpoint, lambda manifest: manifest["attachments"].update({name: about}))
+    options = {"size": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
+    reseal(checkpoint, lambda manifest: manifest["attachments"].update({name: options}))
 
 
 def everything_in(folder: Path) -> dict[str, bytes | None]:

@@ -58,8 +58,8 @@ def serving(hub: Hub, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     url = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    about = {"HF_HUB_OFFLINE": False, "ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": url}
-    for name, value in {**about, "DOWNLOAD_CHUNK_SIZE": 1 << 14}.items():
+    options = {"HF_HUB_OFFLINE": False, "ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": url}
+    for name, value in {**options, "DOWNLOAD_CHUNK_SIZE": 1 << 14}.items():
         patch.setattr(constants, name, value)
     patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
     patch.delenv("HF_TOKEN", raising=False)
@@ -106,8 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         if api and rest[:1] == ["tree"]:
             return self._page(files, "".join(f"{x}/" for x in rest[2:]), parse_qs(url.query))
         if api:
-            about = {"id": name, "sha": SHA, "siblings": [{"rfilename": each} for each in files]}
-            return self._answer(200, json.dumps({**about, "private": name not in hub.public}))
+            options = {"id": name, "sha": SHA, "siblings": [{"rfilename": each} for each in files]}
+            return self._answer(200, json.dumps({**options, "private": name not in hub.public}))
         return self._file(kind, name, "/".join(rest[2:]), files)
 
     def do_PUT(self) -> None:
@@ -130,10 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":
             self._answer(200, json.dumps({"errors": [], "warnings": []}))
         elif self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}"
             hub.models.setdefault(name, {".gitattributes": b""})
-            hub.public |= {name} if asked.get("visibility") != "private" else set()
+            hub.public |= {name} if request.get("visibility") != "private" else set()
             self._answer(200, json.dumps({"url": f"{hub.url}/{name}"}))
         else:
             self._answer(200, json.dumps(self._written("/".join(self.path.split("/")[3:5]), body)))
@@ -142,19 +142,19 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a question about files to upload, or commit them."""
         hub = self.served
         if "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
+            request = json.loads(body)["files"]
             kinds = [
-                (each["path"], "lfs" if each["size"] >= _LARGE else "regular") for each in asked
+                (each["path"], "lfs" if each["size"] >= _LARGE else "regular") for each in request
             ]
             return {
                 "files": [{"path": a, "uploadMode": b, "shouldIgnore": False} for a, b in kinds]
             }
         if self.path.endswith("/objects/batch"):
             objects = [each["oid"] for each in json.loads(body)["objects"]]
-            place = f"{hub.url}/lfs/"
+            url = f"{hub.url}/lfs/"
             return {"objects": [
                 {"oid": x, "size": 0} | ({} if x in hub.stored else {"actions":
-                 {"upload": {"href": f"{place}{x}?X-Amz-Signature=S3CR3T", "header": {}}}})
+                 {"upload": {"href": f"{url}{x}?X-Amz-Signature=S3CR3T", "header": {}}}})
                 for x in objects
             ]}  # fmt: skip
         files = dict(hub.models[name])
@@ -176,28 +176,28 @@ class _Handler(BaseHTTPRequestHandler):
             deep = [each.removeprefix(folder).partition("/") for each in inside]
             inside = {folder + name: "directory" if more else "file" for name, more, _ in deep}
         first = int(query.get("cursor", ["0"])[0])
-        found = [
+        results = [
             {"type": kind, "path": name, "size": len(files.get(name, b"")), "oid": _hash(name)}
             for name, kind in [*inside.items()][first : first + _PAGE]
         ]
         again = f"{self.served.url}{urlsplit(self.path).path}?recursive={query['recursive'][0]}"
         more = {"Link": f'<{again}&cursor={first + _PAGE}>; rel="next"'}
-        self._answer(200, json.dumps(found), more if first + _PAGE < len(inside) else {})
+        self._answer(200, json.dumps(results), more if first + _PAGE < len(inside) else {})
 
     def _file(self, kind: str, repo: str, name: str, files: dict[str, bytes]) -> None:
         if name not in files:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
         content = files[name]
-        about = {"X-Repo-Commit": SHA, "ETag": f'"{_hash(content)}"'}
+        options = {"X-Repo-Commit": SHA, "ETag": f'"{_hash(content)}"'}
         if len(content) < _LARGE:
-            return self._body(name, files, about)
-        about |= {"X-Linked-Etag": about.pop("ETag"), "X-Linked-Size": str(len(content))}
+            return self._body(name, files, options)
+        options |= {"X-Linked-Etag": options.pop("ETag"), "X-Linked-Size": str(len(content))}
         other = self.served.url.replace("127.0.0.1", "localhost")  # another host
-        place = f"{other}/cdn/{kind}/{repo}/{name}?X-Amz-Signature=S3CR3T"
-        return self._answer(302, b"", {**about, "Location": place})
+        url = f"{other}/cdn/{kind}/{repo}/{name}?X-Amz-Signature=S3CR3T"
+        return self._answer(302, b"", {**options, "Location": url})
 
     def _body(
-        self, name: str, files: dict[str, bytes], about: dict[str, str] | None = None
+        self, name: str, files: dict[str, bytes], options: dict[str, str] | None = None
     ) -> None:
         content = files[name]
         span = self.headers.get("Range", "")
@@ -207,19 +207,22 @@ class _Handler(BaseHTTPRequestHandler):
         rest = content[first:]
         is_cut = len(content) >= _LARGE and self.served.cuts > 0 and self.command == "GET"
         self.served.cuts -= is_cut
-        where = (
+        headers = (
             {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if span else {}
         )
-        self._answer(206 if span else 200, rest, {**(about or {}), **where}, is_cut=is_cut)
+        self._answer(206 if span else 200, rest, {**(options or {}), **headers}, is_cut=is_cut)
 
     def _answer(
-        self, status: int, content: bytes | str, about: dict[str, str] | None = None, is_cut=False
+        self, status: int, content: bytes | str, options: dict[str, str] | None = None, is_cut=False
     ) -> None:
-        body, about = content.encode() if isinstance(content, str) else content, dict(about or {})
+        body, options = (
+            content.encode() if isinstance(content, str) else content,
+            dict(options or {}),
+        )
         if self.served.change:
-            body = self.served.change(f"{self.command} {self.path}", about, body)
+            body = self.served.change(f"{self.command} {self.path}", options, body)
         self.send_response(status)
-        for name, text in {"Content-Length": str(len(body)), **about}.items():
+        for name, text in {"Content-Length": str(len(body)), **options}.items():
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":

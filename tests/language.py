@@ -136,24 +136,24 @@ def _of_python(source: str) -> Iterator[tuple[int, str, str]]:
 
 def files() -> list[Path]:
     """Return every file whose language is checked."""
-    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
-    found += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "fsdpctl").rglob("*.py"))
+    results = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+    results += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "fsdpctl").rglob("*.py"))
     tops = (ROOT / "conf", ROOT / "recipes")
-    return found + [each for top in tops for each in sorted(top.rglob("*.yaml"))]
+    return results + [each for top in tops for each in sorted(top.rglob("*.yaml"))]
 
 
 def main() -> None:
     """Print the findings in the given files or directories."""
     chosen = [Path(each).resolve() for each in sys.argv[1:]]
-    found = [
+    results = [
         each
         for path in files()
         if not chosen or any(path == top or top in path.parents for top in chosen)
         for each in findings(path)
     ]
-    for each in found:
+    for each in results:
         print(f"{each.file}:{each.line}: {each.phrase}")
-    print(len(found))
+    print(len(results))
 
 
 if __name__ == "__main__":

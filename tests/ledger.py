@@ -89,8 +89,8 @@ class Recorder:
     def pytest_sessionfinish(self) -> None:
         if self._passed:
             seen = {**read(self._path), **self._passed}
-            kept = {k: (day, s) for k, (day, s) in seen.items() if day or s >= _MANY}
-            write(kept, self._path)
+            rows = {k: (day, s) for k, (day, s) in seen.items() if day or s >= _MANY}
+            write(rows, self._path)
             self._passed.clear()
 
 
@@ -106,8 +106,8 @@ def _cpu_seconds() -> float:
 def read(path: Path = LEDGER) -> Ledger:
     if not path.exists():
         return {}
-    found: dict[str, list[Any]] = json.loads(path.read_text())
-    return {test: (day, seconds) for test, (day, seconds) in found.items()}
+    content: dict[str, list[Any]] = json.loads(path.read_text())
+    return {test: (day, seconds) for test, (day, seconds) in content.items()}
 
 
 def write(ledger: Ledger, path: Path = LEDGER) -> None:
@@ -141,18 +141,18 @@ def longest_first(tests: Sequence[str], ledger: Ledger) -> list[str]:
 def shuffled(tests: Sequence[str], seed: int) -> list[str]:
     """Shuffle the files of `tests` and the tests of each."""
     draw = random.Random(seed).random
-    place = {file: draw() for file in dict.fromkeys(map(_file, tests))}
-    return sorted(tests, key=lambda test: (place[_file(test)], draw()))
+    order = {file: draw() for file in dict.fromkeys(map(_file, tests))}
+    return sorted(tests, key=lambda test: (order[_file(test)], draw()))
 
 
 def too_long(ledger: Ledger) -> dict[str, list[str]]:
     """Return the fast tests whose CPU seconds are too many, by their function."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for test, (day, seconds) in ledger.items():
         function, _, _ = test.partition("[")
         if not day and seconds > _TOO_MANY and function not in _KEPT:
-            found.setdefault(function, []).append(test)
-    return found
+            results.setdefault(function, []).append(test)
+    return results
 
 
 def mark(function: str, root: Path) -> None:

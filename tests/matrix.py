@@ -18,9 +18,9 @@ def matrix(**factors: Sequence[object]) -> pytest.MarkDecorator:
     indices = product(*(range(len(values)) for values in factors.values()))
     last = len(factors[names[-1]])
     cases = []
-    for place in indices:
-        values = [factors[name][index] for name, index in zip(names, place, strict=True)]
-        is_fast = place[-1] == sum(place[:-1]) % last
+    for column in indices:
+        values = [factors[name][index] for name, index in zip(names, column, strict=True)]
+        is_fast = column[-1] == sum(column[:-1]) % last
         cases.append(pytest.param(*values, marks=() if is_fast else pytest.mark.slow))
     return pytest.mark.parametrize(names, cases)
 
@@ -54,24 +54,24 @@ def cases(*factors: Sequence[Any], whole: bool) -> list[tuple[Any, ...]]:
     places = list(product(*(range(len(values)) for values in factors)))
     chosen = places if whole else _covering(places)
     return [
-        tuple(values[index] for values, index in zip(factors, place, strict=True))
-        for place in chosen
+        tuple(values[index] for values, index in zip(factors, column, strict=True))
+        for column in chosen
     ]
 
 
 def _covering(places: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Greedily, the earliest of those places that bring most new pairs."""
     pairs = {
-        place: {(a, place[a], b, place[b]) for a, b in combinations(range(len(place)), 2)}
-        for place in places
+        column: {(a, column[a], b, column[b]) for a, b in combinations(range(len(column)), 2)}
+        for column in places
     }
     chosen = []
     most = max(map(len, pairs.values()))
     while most:
-        for place in places:
-            new = pairs[place]
+        for column in places:
+            new = pairs[column]
             if len(new) == most:
-                chosen.append(place)
+                chosen.append(column)
                 for others in pairs.values():
                     if others is not new:
                         others -= new

@@ -49,7 +49,7 @@ class PaddedAdamW:
 def _decays(name: str, param: Tensor) -> bool:
     """Whether a parameter is neither a vector nor several: biases of experts, rates of Mamba."""
     *owners, last = name.split(".")
-    is_elementwise = any(word in last for word in ("bias", "scale", "gamma", "A_log"))
+    is_elementwise = any(arg in last for arg in ("bias", "scale", "gamma", "A_log"))
     may_be_row = last != "weight" or param.ndim > 2  # such as a token; not a linear layer's weight
     is_row = may_be_row and param.numel() == max(param.shape, default=1)
     return param.ndim > 1 and not (is_elementwise or is_row or "norm" in "".join(owners[-1:]))

@@ -77,14 +77,14 @@ def parsed(source: str) -> ast.Module:
 def imports(source: str, *, runs: bool = False) -> set[str]:
     """Modules and names that a source imports; with `runs`, without those for types alone."""
     tree = parsed(source)
-    found: set[str] = set()
+    result: set[str] = set()
     for node in _running(tree) if runs else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return found
+            result |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return result
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
@@ -100,16 +100,16 @@ def layer_of(module: str) -> str | None:
 
 
 def wrong_directions(sources: Sources) -> list[str]:
-    found = []
+    results = []
     for module, source in sources.items():
         here = layer_of(module)
         for name in imports(source):
             there = layer_of(name)
             if name.startswith("."):
-                found.append(f"{module}: relative import")
+                results.append(f"{module}: relative import")
             if here and there and there != here and HEIGHT[there] >= HEIGHT[here]:
-                found.append(f"{module} imports {name}")
-    return found
+                results.append(f"{module} imports {name}")
+    return results
 
 
 def unplaced(sources: Sources) -> list[str]:
@@ -134,10 +134,10 @@ def cycles(sources: Sources) -> list[str]:
 
 
 def too_long(sources: Sources) -> list[str]:
-    found = []
+    results = []
     for module, source in sources.items():
         if len(source.splitlines()) > MAX_FILE:
-            found.append(f"{module}: {len(source.splitlines())} lines")
+            results.append(f"{module}: {len(source.splitlines())} lines")
         for node in ast.walk(parsed(source)):
             if isinstance(node, ast.FunctionDef):
                 # The docstring is for the reader of the signature, not of the body.
@@ -145,15 +145,17 @@ def too_long(sources: Sources) -> list[str]:
                 documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
                 begin = (first.end_lineno or 0) if documented else node.lineno - 1
                 length = (node.end_lineno or 0) - begin
-                given = node.args.args + node.args.kwonlyargs
-                count = len([each for each in given if each.arg not in ("self", "cls", "settings")])
+                parameters = node.args.args + node.args.kwonlyargs
+                count = len(
+                    [each for each in parameters if each.arg not in ("self", "cls", "settings")]
+                )
                 if length > MAX_FUNCTION:
-                    found.append(f"{module}.{node.name}: {length} lines")
-                own = [f"commands.{word}." for word in node.name.split("_")]
-                is_command = any(each in f"{module}." for each in own)
+                    results.append(f"{module}.{node.name}: {length} lines")
+                prefixes = [f"commands.{arg}." for arg in node.name.split("_")]
+                is_command = any(each in f"{module}." for each in prefixes)
                 if count > (MAX_OPTIONS if is_command else MAX_PARAMS):
-                    found.append(f"{module}.{node.name}: {count} parameters")
-    return found
+                    results.append(f"{module}.{node.name}: {count} parameters")
+    return results
 
 
 def distributed_elsewhere(sources: Sources) -> list[str]:

@@ -19,8 +19,8 @@ from tests.commands.run import environment
 ROOT = Path(__file__).parent.parent
 
 
-def run(module: str, out: Path, *words: str) -> dict[str, object]:
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--out", str(out), *words]
+def run(module: str, out: Path, *args: str) -> dict[str, object]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--out", str(out), *args]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment()
     )
@@ -31,7 +31,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "words"), [
+@pytest.mark.parametrize(("module", "args"), [
     ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--starts", "1", "--rounds", "1"]),
     ("host_time", ["--rounds", "1"]), ("startup", ["--rounds", "1"]),
     ("planning", ["--rounds", "1"]), ("growth", ["--steps", "200"]),
@@ -41,8 +41,8 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
     ("waiting", ["--rounds", "1", "--steps", "6"]), ("corpus", ["--mib", "1", "17"]),
     ("base_reads", []),
 ])  # fmt: skip
-def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
-    report = run(module, tmp_path / "report.json", *words)
+def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, args: list[str]) -> None:
+    report = run(module, tmp_path / "report.json", *args)
     assert report["results"]
     assert {"torch", "machine"} <= set(report)
 
@@ -51,8 +51,8 @@ def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words:
 @pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing()))
 def test_all_parts_that_a_gpu_runs_run_in_small_on_an_emulated_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_session", "--small", "--out", str(tmp_path)]
-    given = {**environment(), **emulated.environment()}
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+    environ = {**environment(), **emulated.environment()}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "gpu-session.json").read_text())["results"]
     assert len(parts) == 11
@@ -123,12 +123,12 @@ def test_compressed_states_learn_as_much_as_float32_within_the_spread_of_the_see
         for each in compressed:
             assert abs(mean(each[kind]) - mean(expected)) <= stdev(expected), each["name"]
     # A loss would show, in training; validation depends more on the seed.
-    kept, lost = base["train_losses"], lossy["train_losses"]
-    assert mean(lost) - mean(kept) > stdev(kept)
+    base_losses, lost = base["train_losses"], lossy["train_losses"]
+    assert mean(lost) - mean(base_losses) > stdev(base_losses)
 
 
 def test_int8_moments_take_six_bytes_and_nf4_weights_little_time() -> None:
     report = json.loads((measured.RESULTS / "update-time.json").read_text())
-    found = {each["name"]: each for each in (*report["results"], *report["adapters"])}
-    assert found["int8 moments"]["bytes_per_parameter"] <= 6.1
-    assert found["NF4 weights"]["over_float32"] <= 1.08
+    result = {each["name"]: each for each in (*report["results"], *report["adapters"])}
+    assert result["int8 moments"]["bytes_per_parameter"] <= 6.1
+    assert result["NF4 weights"]["over_float32"] <= 1.08

@@ -155,8 +155,8 @@ def anchors_of(page: Path) -> set[str]:
     """Return the targets of links to a page, of which GitHub makes one for each heading."""
     text = page.read_text()
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    made = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
-    return made | set(re.findall('<a id="([^"]+)"', text))
+    anchors = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+    return anchors | set(re.findall('<a id="([^"]+)"', text))
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)

@@ -35,11 +35,11 @@ def test_a_setting_that_is_not_permitted_is_named_and_left_out(monkeypatch, capf
     monkeypatch.setattr(environments, "_USER", ["unshare", "--no-such-option"])
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert main(["zone", "--", sys.executable, "-c", "print('ran')"]) == 0
-    said, _, ran = capfd.readouterr().out.splitlines()
-    assert (said.partition(":")[0], ran) == ("user", "ran")
+    message, _, ran = capfd.readouterr().out.splitlines()
+    assert (message.partition(":")[0], ran) == ("user", "ran")
 
 
-@pytest.mark.parametrize("words", [[], ["avx3", "--", "true"], ["avx2"], ["avx2", "--"]], ids=str)
-def test_other_words_are_refused(capsys, words):
-    assert main(words) == 2
+@pytest.mark.parametrize("args", [[], ["avx3", "--", "true"], ["avx2"], ["avx2", "--"]], ids=str)
+def test_other_words_are_refused(capsys, args):
+    assert main(args) == 2
     assert capsys.readouterr().out.startswith("expected --of-today, --all or one of usual, ")

@@ -22,16 +22,16 @@ def test_the_ledger_keeps_what_was_seen_and_changes_what_passes(tmp_path: Path) 
         ("old", "passed", {"slow": 1}, 9), ("new", "failed", {"slow": 1}, 9),
         ("fast", "passed", {}, 0.1), ("long", "passed", {}, 4.0), ("red", "failed", {}, 4.0),
     ]:  # fmt: skip
-        given = {"duration": 2.34, "user_properties": [("cpu", float(cpu))]}
-        report = pytest.TestReport(test, ("", 0, ""), marks, outcome, None, "call", **given)  # type: ignore[arg-type]
+        report_fields = {"duration": 2.34, "user_properties": [("cpu", float(cpu))]}
+        report = pytest.TestReport(test, ("", 0, ""), marks, outcome, None, "call", **report_fields)  # type: ignore[arg-type]
         recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
-    found = ledger.read(path)
-    assert found.keys() == {*SEEN, "long"}
-    assert found["long"] == ("", 4.0)
-    assert found["new"] == SEEN["new"]
-    assert found["old"][0] > "2026-11"
-    assert found["old"][1] == 2.3
+    result = ledger.read(path)
+    assert result.keys() == {*SEEN, "long"}
+    assert result["long"] == ("", 4.0)
+    assert result["new"] == SEEN["new"]
+    assert result["old"][0] > "2026-11"
+    assert result["old"][1] == 2.3
 
 
 def test_the_files_that_cost_most_run_first() -> None:
@@ -43,11 +43,11 @@ def test_the_files_that_cost_most_run_first() -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_seed_orders_files_and_the_tests_of_each(seed: int) -> None:
     tests = [f"{file}.py::{each}" for file in range(9) for each in range(9)]
-    found = ledger.shuffled(tests, seed)
-    assert found == ledger.shuffled(tests, seed)
-    assert sorted(found) == sorted(tests)
-    assert found not in (tests, ledger.shuffled(tests, 3))
-    files = [each[0] for each in found]
+    result = ledger.shuffled(tests, seed)
+    assert result == ledger.shuffled(tests, seed)
+    assert sorted(result) == sorted(tests)
+    assert result not in (tests, ledger.shuffled(tests, 3))
+    files = [each[0] for each in result]
     assert all(len({*files[k : k + 9]}) == 1 for k in range(0, 81, 9))
 
 
@@ -66,7 +66,7 @@ def test_tests_that_a_list_names_exist() -> None:
     """A path that pytest does not find ends the run of a library's versions without a test."""
     root = versions.ROOT
     assert [each for each in versions._TESTS if not (root / each).exists()] == []
-    kept = [each.split("::") for each in sorted(ledger._KEPT)]
+    test_ids = [each.split("::") for each in sorted(ledger._KEPT)]
     runs = [("tests/commands/test_run.py", each) for each in versions._RUNS]
-    gone = [each for file, each in (*kept, *runs) if each not in (root / file).read_text()]
+    gone = [each for file, each in (*test_ids, *runs) if each not in (root / file).read_text()]
     assert gone == []

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
 
-def ran(*words: object, cwd: Path, python: Path = Path(sys.prefix)) -> str:
+def ran(*args: object, cwd: Path, python: Path = Path(sys.prefix)) -> str:
     """Run a program of an environment to its end, without a package index; return its output."""
     variables = {
         "PATH": f"{python}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": str(cwd), "NO_COLOR": "1",
         "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0",  # 0: the option is given
     }  # fmt: skip
-    text = list(map(str, words))
+    text = list(map(str, args))
     done = subprocess.run(text, cwd=cwd, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -73,8 +73,8 @@ def test_the_dockerfile_and_the_wheel_install_a_command_that_trains_estimates_an
     ran("sh", "-c", again, cwd=built / "source", python=bare)
     next(bare.glob("lib/*/site-packages/matplotlib")).unlink()  # only pictures need it
 
-    def fsdpctl(*words: object) -> str:
-        return ran("fsdpctl", *words, cwd=tmp_path, python=bare)
+    def fsdpctl(*args: object) -> str:
+        return ran("fsdpctl", *args, cwd=tmp_path, python=bare)
 
     code = "import fsdpctl, sys; print(fsdpctl.__file__, *sys.path)"
     assert str(ROOT) not in ran("python", "-c", code, cwd=tmp_path, python=bare)

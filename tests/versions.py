@@ -28,26 +28,26 @@ _TESTS = [
 _LACKS = ("No matching distribution", "Could not find a version", "NewConnectionError", "HTTPError")
 
 
-def requirements(which: str, given: list[str]) -> list[str]:
+def requirements(which: str, constraints: list[str]) -> list[str]:
     """Return what to install: the lowest versions that pyproject.toml permits, or its ranges."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = {re.split(r"[<>=]", each)[0]: each for each in project["dependencies"]}
     for each in (each for extra in _EXTRAS for each in extras[extra]):
         wanted.setdefault(re.split(r"[<>=]", each)[0], each)
-    wanted |= {each.split("==")[0]: each for each in given}
-    kept = [each for each in wanted.values() if not each.startswith(_NOT_USED)]
-    return [_BOUND.sub(r"==\1", each) for each in kept] if which == "lowest" else kept
+    wanted |= {each.split("==")[0]: each for each in constraints}
+    needed = [each for each in wanted.values() if not each.startswith(_NOT_USED)]
+    return [_BOUND.sub(r"==\1", each) for each in needed] if which == "lowest" else needed
 
 
-def main(which: str, *given: str) -> int:
+def main(which: str, *constraint: str) -> int:
     """Install and test; return the exit code, 0 if the index lacks a package."""
     if which == "of-today":
         which = ("lowest", "newest")[datetime.date.today().toordinal() % 2]
     with tempfile.TemporaryDirectory() as folder:
         python = str(Path(folder, "bin", "python"))
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", *requirements(which, [*given])]
+        install = [python, "-m", "pip", "install", "--quiet", *requirements(which, [*constraint])]
         done = subprocess.run(install, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             print(f"versions: {which}: cannot be installed: {done.stderr.strip()[-600:]}")
@@ -55,14 +55,14 @@ def main(which: str, *given: str) -> int:
         print(f"versions: {which}:", *listed(python), flush=True)
         # Older versions have warnings of their own.
         test = [python, "-m", "pytest", "-q", "-o", "filterwarnings=default", "-n", "2"]
-        about = {
+        options = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
         }
         runs = ["-m", "slow", "tests/commands/test_run.py", "-k", " or ".join(_RUNS)]
         codes = [
-            subprocess.run([*test, *more], cwd=ROOT, env=about).returncode
+            subprocess.run([*test, *more], cwd=ROOT, env=options).returncode
             for more in (runs, _TESTS)
         ]
     return max(codes)

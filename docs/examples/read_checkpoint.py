@@ -21,8 +21,8 @@ def read_tensor(folder: Path, key: str) -> np.ndarray[Any, Any]:
     text = (folder / "manifest.json").read_text(encoding="utf-8")
     manifest = json.loads(text)
     check(text.replace(manifest["xxh3"], "0" * 32).encode(), manifest["xxh3"], "manifest.json")
-    about, filled = manifest["tensors"][key], 0
-    whole = np.zeros(int(np.prod(about["shape"], dtype=int)), DTYPES[about["dtype"]])
+    options, filled = manifest["tensors"][key], 0
+    whole = np.zeros(int(np.prod(options["shape"], dtype=int)), DTYPES[options["dtype"]])
     for name, file in manifest["files"].items():
         content = np.memmap(folder / name, np.uint8, "r")
         begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
@@ -39,7 +39,7 @@ def read_tensor(folder: Path, key: str) -> np.ndarray[Any, Any]:
             filled += stop - start
     if filled != whole.size:
         raise ValueError(f"{key}: {whole.size - filled} elements are missing")
-    return whole.reshape(about["shape"])  # bfloat16 as its 16 bits
+    return whole.reshape(options["shape"])  # bfloat16 as its 16 bits
 
 
 if __name__ == "__main__":

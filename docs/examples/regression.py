@@ -24,9 +24,9 @@ class Model(nn.Module):
         )
         self.head = nn.Linear(width, 3)
 
-    def forward(self, place: Tensor, time: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, time: Tensor) -> Tensor:
         """Map (batch, 2) and (batch, 1) to (batch, 3)."""
-        out: Tensor = self.head(self.blocks(self.place(place) + self.time(time)))
+        out: Tensor = self.head(self.blocks(self.place(inputs) + self.time(time)))
         return out
 
 

@@ -24,22 +24,22 @@ _CONTROL = re.compile(
 def outcome(folder: Path, name: str, kind: str, plain: str, marked: str) -> str:
     """Return `equal`, or how the tokens or the masks of a conversation differ."""
     try:
-        made = opened(folder, name, [{"messages": CHATS[kind]}], plain)
+        result = opened(folder, name, [{"messages": CHATS[kind]}], plain)
     except Exception as error:
         return f"refused: {str(error).partition(': ')[2]:.110}"
-    about = {"return_assistant_tokens_mask": True, "chat_template": marked}
-    about["tokenizer_kwargs"] = {"return_offsets_mapping": True}
-    encoding = with_transformers(folder / "tokenizer", CHATS[kind], **about)
+    options = {"return_assistant_tokens_mask": True, "chat_template": marked}
+    options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+    encoding = with_transformers(folder / "tokenizer", CHATS[kind], **options)
     mask = completed(encoding["assistant_masks"], encoding["offset_mapping"])
     tokens = encoding["input_ids"]
-    if [made.train[n][0].tolist() for n in range(len(made.train))] != [tokens]:
-        return f"other tokens, in {len(made.train)} samples"
+    if [result.train[n][0].tolist() for n in range(len(result.train))] != [tokens]:
+        return f"other tokens, in {len(result.train)} samples"
     differing: dict[bool, list[int]] = {True: [], False: []}
-    for token, one, other in zip(tokens, mask, made.train.loss_mask.tolist(), strict=True):
+    for token, one, other in zip(tokens, mask, result.train.loss_mask.tolist(), strict=True):
         if bool(one) != other:
             differing[other].append(token)
     ours, trl = (
-        made.tokenizer.decode(each, skip_special_tokens=False) for each in differing.values()
+        result.tokenizer.decode(each, skip_special_tokens=False) for each in differing.values()
     )
     return f"only TRL trains {trl!r}, only fsdpctl {ours!r}" if ours or trl else "equal"
 

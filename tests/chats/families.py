@@ -162,15 +162,15 @@ def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Pat
     ])  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    about: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": family.eos,
         "chat_template": template_of(name) if template is None else template,
     }  # fmt: skip
     if template == "":
-        del about["chat_template"]
+        del options["chat_template"]
     if family.bos is not None:
-        about["bos_token"] = family.bos
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+        options["bos_token"] = family.bos
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
     return folder
 
 

@@ -15,12 +15,12 @@ DATE = "2026-01-31"
 
 
 def opened(
-    folder: Path, name: str, rows: list[Any], template: str | None = None, **about: Any
+    folder: Path, name: str, rows: list[Any], template: str | None = None, **kwargs: Any
 ) -> Any:
     """Open rows with the template of the family, or with `template`."""
     tokenizer = write_tokenizer(folder / "tokenizer", name, template)
     file = write_lines(folder / "chats.jsonl", rows)
-    settings = {"val_fraction": 0, "date": DATE, "path": str(file), **about}
+    settings = {"val_fraction": 0, "date": DATE, "path": str(file), **kwargs}
     return open_data(DataConfig(name="chat", tokenizer=str(tokenizer), **settings))
 
 
@@ -34,7 +34,7 @@ def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str
     return texts
 
 
-def trained_of(folder: Path, name: str, rows: list[Any], **about: Any) -> list[list[str]]:
+def trained_of(folder: Path, name: str, rows: list[Any], **kwargs: Any) -> list[list[str]]:
     """Return the trained spans of rows, opened by `opened`."""
-    data = opened(folder, name, rows, **about)
+    data = opened(folder, name, rows, **kwargs)
     return trained_texts(data.train, data.tokenizer)

@@ -33,5 +33,5 @@ def test_json_text_reaches_a_template_in_the_form_that_it_takes(written, shown, 
     chat = next(iter(read_rows(str(file))[1]))[0].content
     assert isinstance(chat, Chat)
     renderer = Renderer(LOOP.replace("WRITTEN", written), {}, "2026-01-31")
-    made = samples_of(renderer, chat, LossPolicy("assistant", "split"), re.compile("<end>"))
-    assert f"CALL {shown}" in made.samples[0].text
+    samples = samples_of(renderer, chat, LossPolicy("assistant", "split"), re.compile("<end>"))
+    assert f"CALL {shown}" in samples.samples[0].text

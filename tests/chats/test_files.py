@@ -161,12 +161,12 @@ def test_values_that_json_lacks_are_refused_by_row(tmp_path):
     from pyarrow import parquet
 
     file = tmp_path / "a.parquet"
-    for values, said in (
+    for values, messages in (
         ([{"x": float("nan")}], ", row 1: x: nan is not a number in JSON"),
         ([{"x": Decimal("1.5")}], ", row 1: x: value of type Decimal: not supported"),
     ):
         parquet.write_table(pa.table({"text": ["a"], "chat_template_kwargs": values}), file)
-        assert refusal(file) == said
+        assert refusal(file) == messages
     parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), file)
     assert refusal(file) == ": column text: appears twice; rename one of them"
     parquet.write_table(pa.table({"dialog": ["a"]}), file)

@@ -19,8 +19,8 @@ from tests.chats.opened import opened, trained_texts
 from tests.io.activity import shown_activities
 
 
-def numbered(count: int, first: int = 0, word: str = "ok") -> list[dict[str, Any]]:
-    return [{"messages": say(f"say {n}", f"{word} {n}")} for n in range(first, first + count)]
+def numbered(count: int, first: int = 0, arg: str = "ok") -> list[dict[str, Any]]:
+    return [{"messages": say(f"say {n}", f"{arg} {n}")} for n in range(first, first + count)]
 
 
 def said_in(part, tokenizer):
@@ -128,11 +128,11 @@ def test_a_file_can_validate_instead(tmp_path):
 
 
 def test_chats_are_mixed_by_share_of_sequences(tmp_path):
-    a = write_lines(tmp_path / "a.jsonl", numbered(300, word="good"))
-    b = write_lines(tmp_path / "b.jsonl", numbered(100, 900, word="maybe"))
+    a = write_lines(tmp_path / "a.jsonl", numbered(300, arg="good"))
+    b = write_lines(tmp_path / "b.jsonl", numbered(100, 900, arg="maybe"))
     held = write_lines(tmp_path / "held.jsonl", numbered(9, 2000))
-    about: Any = {"path": f"{a}:1,more={b}:3", "val_path": f"{held},{b}", "packing": False}
-    data = opened(tmp_path, "chatml", [], **about)
+    options: Any = {"path": f"{a}:1,more={b}:3", "val_path": f"{held},{b}", "packing": False}
+    data = opened(tmp_path, "chatml", [], **options)
     rows = data.train.samples(64)
     assert [(each.name, each.share) for each in rows.sources] == [("a", 0.25), ("more", 0.75)]
     assert np.bincount([rows.source_of(int(n)) for n in rows.order(0, 64, 0)]).tolist() == [16, 48]
@@ -161,19 +161,19 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "error"), [
     ({"path": None}, "data=chat: data.path is required"),
     ({"tokenizer": None}, "requires a model's tokenizer"),
     ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
     ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: not found"),
     ({"template": "x.jinja"}, "data.template=x.jinja: not found"),
 ])  # fmt: skip
-def test_errors_name_what_is_missing(change, said, tmp_path):
+def test_errors_name_what_is_missing(change, error, tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     file = write_lines(tmp_path / "a.jsonl", numbered(1))
-    about = {"path": str(file), "tokenizer": str(tokenizer), **change}
-    with pytest.raises(UsageError, match=said):
-        open_data(DataConfig(name="chat", **about))
+    options = {"path": str(file), "tokenizer": str(tokenizer), **change}
+    with pytest.raises(UsageError, match=error):
+        open_data(DataConfig(name="chat", **options))
 
 
 def test_chat_keys_require_chats(tmp_path):

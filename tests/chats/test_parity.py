@@ -28,9 +28,9 @@ def _same_day(monkeypatch):
     monkeypatch.setattr(theirs, "datetime", _Clock)
 
 
-def with_transformers(folder, messages, **about):
+def with_transformers(folder, messages, **kwargs):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return tokenizer.apply_chat_template(messages, return_dict=True, tokenize=True, **about)
+    return tokenizer.apply_chat_template(messages, return_dict=True, tokenize=True, **kwargs)
 
 
 def completed(mask, offsets):

@@ -25,13 +25,13 @@ def open_run_tokenizer(folder: Path) -> FileTokenizer:
     return tokenizer
 
 
-def rendered(source, messages=TALK, **about):
-    return Renderer(source, {"bos_token": "<s>"}, DATE).render(messages, **about).text
+def rendered(source, messages=TALK, **kwargs):
+    return Renderer(source, {"bos_token": "<s>"}, DATE).render(messages, **kwargs).text
 
 
 def test_templates_are_found_where_transformers_finds_them(tmp_path):
     folder = write_tokenizer(tmp_path, "chatml", "config")
-    about = json.loads((folder / "tokenizer_config.json").read_text())
+    options = json.loads((folder / "tokenizer_config.json").read_text())
     cases: list[tuple[dict, str]] = [
         ({}, "config"), ({"chat_template": [{"name": "default", "template": "named"}]}, "named"),
         ({"chat_template.jinja": "file\n"}, "file\n"),
@@ -39,7 +39,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path):
     for change, expected in cases:
         for name, content in change.items():
             if name == "chat_template":
-                (folder / "tokenizer_config.json").write_text(json.dumps({**about, **change}))
+                (folder / "tokenizer_config.json").write_text(json.dumps({**options, **change}))
             else:
                 (folder / name).write_text(content)
         theirs = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -101,13 +101,13 @@ def test_templates_cannot_reach_private_attributes(source):
     assert rendered("{{ ''['__class__'] }}") == ""  # a constant, undefined
 
 
-@pytest.mark.parametrize(("source", "said"), [
+@pytest.mark.parametrize(("source", "error"), [
     ("{% for", "line 1 of the template"), ("{% if x %}", "Unexpected end of template"),
     ("{{ x | nothing }}", "nothing"), ("{% break %}", "outside loop"),
     ("{% do x %}", "unknown tag"),
 ])  # fmt: skip
-def test_invalid_templates_are_rejected(source, said, tmp_path):
-    with pytest.raises(UsageError, match=f"tokenizer_config.json: chat_template: .*{said}"):
+def test_invalid_templates_are_rejected(source, error, tmp_path):
+    with pytest.raises(UsageError, match=f"tokenizer_config.json: chat_template: .*{error}"):
         opened(tmp_path, "chatml", [{"messages": TALK}], source)
 
 

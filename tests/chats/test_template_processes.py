@@ -28,19 +28,19 @@ def setup(template=template_of("chatml"), most_bytes=2 << 30, seconds=10.0):
 def test_replies_of_several_processes_are_in_order(monkeypatch):
     monkeypatch.setattr(running, "_BATCH_BYTES", 4000)
     chats = [(Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)]
-    texts = [made.samples[0].text for made in render_chats(setup(), "t", chats)]
+    texts = [replies.samples[0].text for replies in render_chats(setup(), "t", chats)]
     text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
     assert texts == [text.format(number) for number in range(150)]
 
 
-@pytest.mark.parametrize("made", [b"", b'""\n[[], {}]\n[[', b'{"a": "b"}\n', b"\x93\n"])
-def test_a_process_that_exits_or_replies_something_else_is_an_error(made, monkeypatch):
+@pytest.mark.parametrize("reply", [b"", b'""\n[[], {}]\n[[', b'{"a": "b"}\n', b"\x93\n"])
+def test_a_process_that_exits_or_replies_something_else_is_an_error(reply, monkeypatch):
     def start(files, file):
-        file.write(made)
+        file.write(reply)
         return Mock()
 
     monkeypatch.setattr(running, "_start", start)
-    location = "chats.jsonl, line 2" if made[:2] == b'""' else "t"
+    location = "chats.jsonl, line 2" if reply[:2] == b'""' else "t"
     with pytest.raises(UsageError, match=f"{location}: the template ended its process"):
         list(render_chats(setup(), "t", PLACES))
 
@@ -49,8 +49,8 @@ def test_a_process_that_exits_or_replies_something_else_is_an_error(made, monkey
 def test_processes_are_ended_with_the_first_error(monkeypatch):
     started = []
 
-    def start(files, made):
-        started.append(start_as_before(files, made))
+    def start(files, result):
+        started.append(start_as_before(files, result))
         return started[-1]
 
     start_as_before = running._start
@@ -78,6 +78,6 @@ def test_long_conversations_have_more_time():
 
 def test_a_template_has_no_more_memory_than_its_limit() -> None:
     template_setup = setup("{% set text = 'x' * 1100000000 %}", 1 << 30)
-    said = "line 1: the template needs more than 1024 MiB of memory"
-    with pytest.raises(UsageError, match=said):
+    message = "line 1: the template needs more than 1024 MiB of memory"
+    with pytest.raises(UsageError, match=message):
         list(render_chats(template_setup, "t", PLACES[:1]))

@@ -251,11 +251,13 @@ def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
     named = {"bos_token": family.bos or "", "eos_token": family.eos}
     controls = re.compile("|".join(map(re.escape, family.controls)))
     chat = Chat(say(*texts[: len(texts) // 2 * 2]), [True] * (len(texts) // 2 * 2))
-    made = []
+    variants = []
     for marked in (False, True):
         renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
-        made.append(samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples)
-    (located,), (expected,) = made
+        variants.append(
+            samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples
+        )
+    (located,), (expected,) = variants
     assert (located.text, located.spans) == (expected.text, expected.spans)
 
 
@@ -309,9 +311,9 @@ def test_an_answer_costs_a_few_renderings(name, most, monkeypatch):
     renderer = Renderer(template_of(name), {"eos_token": FAMILIES[name].eos}, "2026-01-31")
     rendered = []
 
-    def count(*args, **about):
+    def count(*args, **kwargs):
         rendered.append(args)
-        return render(*args, **about)
+        return render(*args, **kwargs)
 
     render = Renderer.render
     monkeypatch.setattr(Renderer, "render", count)
@@ -343,9 +345,9 @@ class Searched(str):
 
     searches = 0
 
-    def __contains__(self, word):
+    def __contains__(self, arg):
         Searched.searches += 1
-        return super().__contains__(word)
+        return super().__contains__(arg)
 
 
 @pytest.mark.parametrize("tokens", [["<|a|>"] * 9999, ["<|a|>", "<|b|>"] * 9999])

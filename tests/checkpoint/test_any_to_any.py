@@ -83,21 +83,21 @@ def load_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
             load_into(CheckpointReader(path), model, optimizer)
             check_bits(model, optimizer, whole_tensors(path))
             expected: Losses = torch.load(path.with_suffix(f".{LOSSES}"))
-            found = train(model, optimizer, range(2, 4))
+            result = train(model, optimizer, range(2, 4))
             same_order = int(count) == world_size and not (
                 STRATEGIES[source].replicates or STRATEGIES[strategy].replicates
             )
             allowed = 0.0 if same_order else tolerance
-            for ours, theirs in zip(found, expected, strict=True):
+            for ours, theirs in zip(result, expected, strict=True):
                 assert abs(ours - theirs) <= allowed * theirs, (path.name, strategy)
 
 
 def check_bits(model: ShardedModel, optimizer: ShardedAdamW, whole: dict[str, Tensor]) -> None:
-    found = list(held(model, optimizer))
-    assert {key.partition("/")[0] for key, *_ in found} in (
+    result = list(held(model, optimizer))
+    assert {key.partition("/")[0] for key, *_ in result} in (
         {"model", "exp_avg", "exp_avg_sq"}, set(),
     )  # fmt: skip
-    for key, span, values in found:
+    for key, span, values in result:
         assert torch.equal(values, whole[key].view(-1)[span.start : span.stop])
 
 

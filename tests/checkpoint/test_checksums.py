@@ -40,8 +40,8 @@ def test_a_flipped_byte_in_any_file_is_named(export):
             damaged = bytearray(content)
             damaged[at] ^= 4
             file.write_bytes(damaged)
-            code, said = verified(export)
-            assert (code, str(file) in said) == (4, True), (file, at, said)
+            code, out = verified(export)
+            assert (code, str(file) in out) == (4, True), (file, at, out)
         file.write_bytes(content)
     assert verified(export)[0] == 0
 
@@ -52,8 +52,8 @@ def test_missing_truncated_and_added_files_are_named(export):
         file.unlink()
         assert verified(export) == (4, f"{file}: not found; {CHECKSUMS} names it")
         file.write_bytes(content[:-1])
-        code, said = verified(export)
-        assert (code, f"{file}: corrupted: expected" in said) == (4, True)
+        code, out = verified(export)
+        assert (code, f"{file}: corrupted: expected" in out) == (4, True)
         file.write_bytes(content)
     for name in ("model-00009-of-00009.safetensors", "pytorch_model.bin", "new.json", "a/b.jinja"):
         (export / name).parent.mkdir(exist_ok=True)
@@ -62,10 +62,10 @@ def test_missing_truncated_and_added_files_are_named(export):
         (export / name).unlink()
     (export / "README.md").write_text("a model card")
     (export / ".gitattributes").write_text("")
-    code, said = invoke("verify-checkpoint", str(export), "--json")
-    found = json.loads(said)
-    assert (code, found["verified"]) == (0, True)
-    assert found["bytes"] == sum(
+    code, out = invoke("verify-checkpoint", str(export), "--json")
+    result = json.loads(out)
+    assert (code, result["verified"]) == (0, True)
+    assert result["bytes"] == sum(
         each.stat().st_size
         for each in export.iterdir()
         if each.is_file() and each.name not in (CHECKSUMS, "README.md")

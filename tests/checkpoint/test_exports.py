@@ -32,11 +32,11 @@ def sharded(family: str, folder: Path) -> CheckpointReader:
     file = folder / "in" / "model.safetensors"
     save_file({name: _at_router(name, each) for name, each in load_file(file).items()}, file)
     config = compose_config(["model=hf", f"model.path={folder / 'in'}"]).config
-    words = only_model_settings(to_settings(config))
-    about = CheckpointMetadata(config=words, attachments=read_model_assets(folder / "in"))
+    settings = only_model_settings(to_settings(config))
+    options = CheckpointMetadata(config=settings, attachments=read_model_assets(folder / "in"))
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
-    write_sharded_weights(weights, folder / "c", num_files=2, metadata=about)
+    write_sharded_weights(weights, folder / "c", num_files=2, metadata=options)
     return CheckpointReader(folder / "c")
 
 
@@ -70,13 +70,15 @@ def test_a_model_without_one_of_its_buffers_is_named_before_it_is_converted(tmp_
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("family", "kept"), [
+@pytest.mark.parametrize(("family", "float32_names"), [
     ("deepseek_v3", "e_score_correction_bias"),  # of a list for any dtype, a buffer
     ("ernie4_5_moe", "mlp.gate.weight"),  # the same, parameters
     ("olmo_hybrid", "A_log"),  # created in float32
     ("gpt_oss", "input_layernorm.weight"),  # of a list for float16
 ])  # fmt: skip
-def test_what_transformers_keeps_in_float32_is_exported_in_float32(family, kept, dtype, tmp_path):
+def test_what_transformers_keeps_in_float32_is_exported_in_float32(
+    family, float32_names, dtype, tmp_path
+):
     consolidate(sharded(family, tmp_path), tmp_path / "out", dtype=dtype)
     make: Any = hf.AutoModelForCausalLM
     theirs = make.from_pretrained(tmp_path / "in", dtype=getattr(torch, dtype))
@@ -85,7 +87,7 @@ def test_what_transformers_keeps_in_float32_is_exported_in_float32(family, kept,
     wide = {name for name, each in ours.items() if each.dtype == torch.float32}
     expected = tensors(tmp_path / "theirs")
     assert {name for name, each in expected.items() if each.dtype == torch.float32} <= wide
-    assert any(kept in name for name in wide)
+    assert any(float32_names in name for name in wide)
     assert len(wide) < len(ours) / 2
     assert all(torch.equal(ours[name], before[name]) for name in wide)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype

@@ -85,11 +85,11 @@ def test_only_requested_chunks_are_read_and_verified(tmp_path):
     write_sharded_weights(Numbers(values), folder, num_files=2, metadata=CheckpointMetadata())
     reader = CheckpointReader(folder)
     for span in (Span(0, 10), Span(262_140, 262_150), Span(740_000, 760_000), Span(0, 1_500_000)):
-        found = torch.empty(span.numel)
+        result = torch.empty(span.numel)
         for part, data in reader.read("model/x", span):
             within = part.shift(-span.start)
-            found[within.start : within.stop] = tensor_from_bytes(data, "F32")
-        assert torch.equal(found, values.view(-1)[span.start : span.stop])
+            result[within.start : within.stop] = tensor_from_bytes(data, "F32")
+        assert torch.equal(result, values.view(-1)[span.start : span.stop])
     file = folder / rank_file(0)
     content = bytearray(file.read_bytes())
     content[-5] ^= 1  # in the last chunk of the first half
@@ -110,10 +110,10 @@ def test_casts_equal_those_of_torch(source, target):
         TORCH_DTYPES[source]
     )
     data = cast(tensor_bytes(values), source, target, "x")
-    found = tensor_from_bytes(memoryview(bytearray(data)), target)
+    result = tensor_from_bytes(memoryview(bytearray(data)), target)
     expected = values.to(TORCH_DTYPES[target])
-    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
-    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(result.isnan(), expected.isnan())
 
 
 def test_values_out_of_the_range_of_float16_are_rejected():

@@ -32,16 +32,16 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def sharded(
-    family: str, folder: Path, words: Sequence[str] = (), tokenizer: dict[str, bytes] | None = None
+    family: str, folder: Path, args: Sequence[str] = (), tokenizer: dict[str, bytes] | None = None
 ) -> CheckpointReader:
     save_model(family, folder / "in")
-    config = compose_config(["model=hf", f"model.path={folder / 'in'}", *words]).config
-    about = CheckpointMetadata(
+    config = compose_config(["model=hf", f"model.path={folder / 'in'}", *args]).config
+    options = CheckpointMetadata(
         config=to_settings(config),
         attachments=read_model_assets(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
     weights = open_weights(config.model)
-    write_sharded_weights(weights, folder / "sharded", num_files=3, metadata=about)
+    write_sharded_weights(weights, folder / "sharded", num_files=3, metadata=options)
     return CheckpointReader(folder / "sharded")
 
 
@@ -108,11 +108,11 @@ def test_the_fields_describe_the_model(tmp_path):
 
 def test_a_tokenizer_file_without_a_type_is_supported(tmp_path):
     files = ByteTokenizer().files()
-    about = json.loads(files["tokenizer.json"])
-    del about["model"]["type"]
+    options = json.loads(files["tokenizer.json"])
+    del options["model"]["type"]
     for name, tokenizer in (
         ("new", files),
-        ("old", {"tokenizer.json": json.dumps(about).encode()}),
+        ("old", {"tokenizer.json": json.dumps(options).encode()}),
     ):
         reader = sharded("llama", tmp_path / name, tokenizer=files | tokenizer)
         exported = write_gguf(reader, tmp_path / f"{name}.gguf", dtype="F32", overwrite=False)
@@ -134,22 +134,24 @@ def test_features_that_llama_cpp_lacks_are_reported(tmp_path):
 
 def splitting(*steps: str | Any, **byte_level: bool) -> Any:
     """Return a pre-tokenizer of expressions and others, and bytes at the end."""
-    made = [pre_tokenizers.Split(Regex(x), "isolated") if isinstance(x, str) else x for x in steps]
+    splits = [
+        pre_tokenizers.Split(Regex(x), "isolated") if isinstance(x, str) else x for x in steps
+    ]
     last = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": False} | byte_level)
-    return pre_tokenizers.Sequence([*made, last])
+    return pre_tokenizers.Sequence([*splits, last])
 
 
-def tokenizer(made: Any, normalizer: Any = None, size: int = 700) -> dict[str, Any]:
+def tokenizer(pre_tokenizer: Any, normalizer: Any = None, size: int = 700) -> dict[str, Any]:
     """Train a tokenizer on the sample texts that determine the name."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer, found.decoder = made, decoders.ByteLevel()
+    result = Tokenizer(models.BPE())
+    result.pre_tokenizer, result.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer is not None:
-        found.normalizer = normalizer
+        result.normalizer = normalizer
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    found.train_from_iterator([*_SAMPLE_TEXTS, "isn't it 1234 of 99 in 2024?\n\n"] * 9, trainer)
-    content: dict[str, Any] = json.loads(found.to_str())
+    result.train_from_iterator([*_SAMPLE_TEXTS, "isn't it 1234 of 99 in 2024?\n\n"] * 9, trainer)
+    content: dict[str, Any] = json.loads(result.to_str())
     return content
 
 

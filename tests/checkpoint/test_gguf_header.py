@@ -115,10 +115,10 @@ def of_experts(count: int) -> Any:
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
     file = write_other(tmp_path / "m.gguf", "qwen3moe", "F16", of_experts(count))
-    words = ("model=hf", f"model.path={file}")
+    args = ("model=hf", f"model.path={file}")
     for line in (
         invoke("sample", str(file), "--tokens", "2"),
-        invoke("estimate-memory", *words, "cluster=h100"),
+        invoke("estimate-memory", *args, "cluster=h100"),
         invoke("shard-checkpoint", str(file), str(tmp_path / "out")),
     ):
         assert line[0] == 2, line
@@ -144,8 +144,8 @@ def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
      {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
 ])  # fmt: skip
 def test_values_of_a_file_and_of_llama_cpp_are_in_the_configuration(tmp_path, kind, keys, expected):
-    made = config_of_gguf(write(tmp_path / "m.gguf", kind, keys))
-    assert {name: made[name] for name in expected} == expected
+    result = config_of_gguf(write(tmp_path / "m.gguf", kind, keys))
+    assert {name: result[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(("kind", "keys", "note"), [
@@ -169,6 +169,6 @@ def test_heads_in_another_order_are_refused(tmp_path):
 @pytest.mark.parametrize("text", ["plain", "é\n\t 😀 <|x|>"])
 def test_a_byte_tokenizer_comes_back(tmp_path, text):
     exported = write_gguf(sharded("qwen2", tmp_path), tmp_path / "m", dtype="F32", overwrite=False)
-    found = open_tokenizer(str(exported.path))
-    assert found.encode_prompt(text) == ByteTokenizer().encode_prompt(text)
-    assert found.decode(found.encode_prompt(text)) == text
+    tokenizer = open_tokenizer(str(exported.path))
+    assert tokenizer.encode_prompt(text) == ByteTokenizer().encode_prompt(text)
+    assert tokenizer.decode(tokenizer.encode_prompt(text)) == text

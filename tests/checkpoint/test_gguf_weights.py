@@ -39,15 +39,15 @@ _K_BLOCKS = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)} 
 
 
 def byte_level(writer: GGUFWriter) -> None:
-    about = tokenizer(NAMES["qwen2"], size=300)["model"]
-    vocabulary: dict[str, int] = about["vocab"]
+    options = tokenizer(NAMES["qwen2"], size=300)["model"]
+    vocabulary: dict[str, int] = options["vocab"]
     texts = [*sorted(vocabulary, key=vocabulary.__getitem__), "<|begin|>", "<|end|>", "<think>"]
     count = 320 - len(texts)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(texts + [f"[PAD{number}]" for number in range(count)])
     writer.add_token_types([1] * len(vocabulary) + [3, 3, 4] + [5] * count)
-    writer.add_token_merges([" ".join(each) for each in about["merges"]])
+    writer.add_token_merges([" ".join(each) for each in options["merges"]])
     writer.add_bos_token_id(len(vocabulary))
     writer.add_eos_token_id(len(vocabulary) + 1)
     writer.add_add_bos_token(True)
@@ -74,7 +74,7 @@ def converted(name: str, values: np.ndarray, kind: str, config: Any) -> np.ndarr
     return values + 1 if kind == "gemma3" and name.endswith("norm.weight") else values
 
 
-def write_other(path: Path, kind: str, dtype: str = "F16", words: Any = byte_level) -> Path:
+def write_other(path: Path, kind: str, dtype: str = "F16", args: Any = byte_level) -> Path:
     """Write a model with drawn weights as another program would."""
     config = MODELS[kind]
     torch.manual_seed(0)
@@ -95,16 +95,16 @@ def write_other(path: Path, kind: str, dtype: str = "F16", words: Any = byte_lev
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
         writer.add_expert_feed_forward_length(256)
-    words(writer)
+    args(writer)
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
-    names, found = gguf.get_tensor_name_map(architecture, 2), dict[str, list[np.ndarray]]()
+    names, results = gguf.get_tensor_name_map(architecture, 2), dict[str, list[np.ndarray]]()
     for file in (path.parent / "hf").glob("*.safetensors"):
         stored = hf.modeling_utils.load_state_dict(str(file), map_location="cpu")
         for name in sorted(stored):
             theirs = names.get_name(re.sub(r"experts\.\d", "experts", name), (".weight", ".bias"))
             assert theirs is not None
-            found.setdefault(theirs, []).append(stored[name].numpy())
-    for name, parts in found.items():
+            results.setdefault(theirs, []).append(stored[name].numpy())
+    for name, parts in results.items():
         whole = np.stack(parts) if "_exps" in name else parts[0]
         add(writer, name, converted(name, whole, kind, config), dtype)
     writer.write_header_to_file()
@@ -134,9 +134,9 @@ def add(writer: GGUFWriter, name: str, values: np.ndarray, dtype: str) -> None:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    made = model(tokens())
-    found: torch.Tensor = getattr(made, "logits", made)
-    return found
+    output = model(tokens())
+    result: torch.Tensor = getattr(output, "logits", output)
+    return result
 
 
 @pytest.mark.parametrize("family", LLAMAS)
@@ -166,9 +166,9 @@ def test_the_file_of_another_program_gives_the_logits_of_transformers(kind, dtyp
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3"])
-@pytest.mark.parametrize("words", [byte_level, sentence_pieces])
-def test_its_tokenizer_gives_the_tokens_of_transformers_that_the_model_has(kind, words, tmp_path):
-    file = write_other(tmp_path / "m.gguf", kind, "F16", words)
+@pytest.mark.parametrize("args", [byte_level, sentence_pieces])
+def test_its_tokenizer_gives_the_tokens_of_transformers_that_the_model_has(kind, args, tmp_path):
+    file = write_other(tmp_path / "m.gguf", kind, "F16", args)
     theirs = hf.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     ours: Any = open_tokenizer(str(file))
     for text in ("Hello world, it isn't 1234?  x\n\n é", "<|begin|>a<think>b<|end|>", " "):
@@ -187,7 +187,7 @@ def with_more(writer: GGUFWriter) -> None:
     writer.add_tensor("blk.0.attn_q.bias", np.ones(256, np.float32))
 
 
-@pytest.mark.parametrize(("words", "change", "problem"), [
+@pytest.mark.parametrize(("args", "change", "problem"), [
     (byte_level, lambda data: data[:-100], "not a complete GGUF file: .* exceeds the file"),
     (byte_level, lambda data: data[:2000], "not a complete GGUF file"),
     (byte_level, lambda data: data.replace(b"GGUF", b"GGML", 1), "not a complete GGUF file"),
@@ -196,8 +196,8 @@ def with_more(writer: GGUFWriter) -> None:
     (of_three, lambda data: data, "one of 3 files of a model; merge them with `llama-gguf-spl"),
     (with_more, lambda data: data, "blk.0.attn_q.bias: not in transformers' model of llama"),
 ])  # fmt: skip
-def test_a_file_that_cannot_be_read_is_an_error_of_one_line(words, change, problem, tmp_path):
-    file = write_other(tmp_path / "m.gguf", "llama", "Q8_0", words)
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(args, change, problem, tmp_path):
+    file = write_other(tmp_path / "m.gguf", "llama", "Q8_0", args)
     file.write_bytes(change(file.read_bytes()))
     model = ("model=hf", f"model.path={file}")
     text = ("data=text", f"data.path={make_text(tmp_path)}", f"train.run_dir={tmp_path / 'run'}")

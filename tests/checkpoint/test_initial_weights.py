@@ -53,13 +53,13 @@ def stored(folder: Path, name: str = "one", at: int | None = None, files: int = 
     drawn = {"small": torch.randn(SMALL), "large": torch.randn(8, LARGE // 8), "one": torch.ones(1)}
     if at is not None:
         drawn[name].view(-1)[at] += 1
-    found: dict[str, tuple[TensorFile, TensorEntry]] = {}
+    results: dict[str, tuple[TensorFile, TensorEntry]] = {}
     for number in range(files):
         path = folder / f"{number}.safetensors"
         save_file(dict([*drawn.items()][number::files]), path)
         file = open_tensor_file(path)
-        found |= {key: (file, entry) for key, entry in file.entries.items()}
-    return FileTensors(folder, found)
+        results |= {key: (file, entry) for key, entry in file.entries.items()}
+    return FileTensors(folder, results)
 
 
 @distributed(world_size=2)

@@ -104,14 +104,14 @@ def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mo
     newest = newest_checkpoint(tmp_path / CHECKPOINTS)
     assert newest is not None
     second = whole_tensors(newest)
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for point in points(tmp_path / "run", mode, victim):
         checkpoints = tmp_path / "run" / CHECKPOINTS
         newest = newest_checkpoint(checkpoints)
         assert newest is not None, point
         assert describe_incomplete(checkpoints) == [], point
         read_everything(newest)
-        found[newest.name] = found.get(newest.name, 0) + 1
+        results[newest.name] = results.get(newest.name, 0) + 1
         if newest.name == "step-00000002":
             saved = whole_tensors(newest)
             assert all(torch.equal(saved[key], second[key]) for key in second)
@@ -120,7 +120,7 @@ def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mo
             later = newest_checkpoint(checkpoints)
             assert later is not None
             assert later.name > newest.name
-    assert found["step-00000001"] >= 15
+    assert results["step-00000001"] >= 15
     if victim == 0:  # it publishes
-        assert found["step-00000002"] >= 4
-        assert sum(found.values()) >= 30
+        assert results["step-00000002"] >= 4
+        assert sum(results.values()) >= 30

@@ -39,12 +39,12 @@ class Counting(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         hidden = self.norm(self.frozen(batch))
         self.largest.copy_(torch.maximum(self.largest, hidden.detach().amax(dim=0)))
-        found: Tensor = self.head(hidden)
-        return found.square().mean()
+        result: Tensor = self.head(hidden)
+        return result.square().mean()
 
 
-def save(folder: Path, model: ShardedModel, about: CheckpointMetadata) -> CheckpointReader:
-    snapshot = take_snapshot(model, None, model.collectives.rank, about)
+def save(folder: Path, model: ShardedModel, options: CheckpointMetadata) -> CheckpointReader:
+    snapshot = take_snapshot(model, None, model.collectives.rank, options)
     write_checkpoint(folder, snapshot, model.collectives)
     return CheckpointReader(folder)
 
@@ -94,14 +94,14 @@ def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) 
     assert biases
     assert all(name.endswith("e_score_correction_bias") for name in biases)
     base = BaseWeights.new(tmp_path / "base", open_weights(config.model), ranks)
-    about = CheckpointMetadata(Progress(1), to_settings(config), base=base.verify(ranks))
-    reader = save(tmp_path / "step-00000001", model, about)
+    options = CheckpointMetadata(Progress(1), to_settings(config), base=base.verify(ranks))
+    reader = save(tmp_path / "step-00000001", model, options)
     resumed, evaluated = load(config), load(config)
     load_into(reader, resumed, None, open_with_base(reader, ranks)[0])
     weights, _ = open_pretrained(config.model, reader.folder, ranks)
     load_weights(weights, evaluated)
     for other in (resumed, evaluated):
-        assert all(torch.equal(expected[name], found) for name, found in other.state_dict().items())
+        assert all(torch.equal(expected[name], state) for name, state in other.state_dict().items())
     consolidate(reader, tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(exported[name], expected[name]) for name in biases)

@@ -75,8 +75,8 @@ def folders(run: Path) -> list[Path]:
 
 def files_of(name: str) -> dict[str, bytes]:
     store = MemoryFileSystem()
-    found = store.find(f"/bucket/runs/run/{name}")
-    return {Path(each).name: store.cat_file(each) for each in found}
+    result = store.find(f"/bucket/runs/run/{name}")
+    return {Path(each).name: store.cat_file(each) for each in result}
 
 
 def are_equal(one: Path, other: Path) -> bool:
@@ -96,12 +96,12 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
     there.upload(second)
     assert [each.name for each in there.complete()] == [first.name, second.name]
     for source, folder in ((URL, second), (f"{URL}/{first.name}/", first)):
-        found = open_checkpoint(source)
-        assert str(found) == f"{URL}/{folder.name}"
-        assert sum(found.verify()) == sum(CheckpointReader(folder).verify())
-        copy_checkpoint(found, tmp_path / "copies" / folder.name)
+        reader = open_checkpoint(source)
+        assert str(reader) == f"{URL}/{folder.name}"
+        assert sum(reader.verify()) == sum(CheckpointReader(folder).verify())
+        copy_checkpoint(reader, tmp_path / "copies" / folder.name)
         assert are_equal(folder, tmp_path / "copies" / folder.name)
-        consolidate(found, tmp_path / "out", overwrite=True)
+        consolidate(reader, tmp_path / "out", overwrite=True)
         consolidate(CheckpointReader(folder), tmp_path / "expected", overwrite=True)
         assert are_equal(tmp_path / "expected", tmp_path / "out")
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
     source = CheckpointReader(folders(run)[0])
     files = {name: source.attachment(name) for name in source.manifest.attachments}
     attachments = {**files, f"{TEMPLATES}/tool.jinja": b"{{ x }}"}
-    about = CheckpointMetadata(Progress(50), attachments=attachments)
+    options = CheckpointMetadata(Progress(50), attachments=attachments)
     folder = step_folder(run / CHECKPOINTS, 50)
     with atomic_directory(folder) as scratch:
         source.copy_files(scratch)
@@ -118,7 +118,7 @@ def test_a_checkpoint_with_templates_is_copied_whole(run, tmp_path):
         for name in files:
             (scratch / name).unlink()
         manifest = source.manifest
-        write_manifest(scratch, about, manifest.files, manifest.tensors, 1)
+        write_manifest(scratch, options, manifest.files, manifest.tensors, 1)
     RemoteCheckpoints(URL).upload(folder)
     for number, reader in enumerate((CheckpointReader(folder), open_checkpoint(URL))):
         copy_checkpoint(reader, tmp_path / str(number))
@@ -130,23 +130,23 @@ def test_a_block_is_fetched_once_and_before_it_is_needed(run, monkeypatch):
     monkeypatch.setattr(remote_checkpoints, "_BLOCK_BYTES", 3000)
     monkeypatch.setattr(remote_checkpoints, "_MIN_BLOCK_BYTES", 3000)
     RemoteCheckpoints(URL).upload(folders(run)[0])
-    found = open_checkpoint(URL)
-    asked: Counter[tuple[int, int]] = Counter()
+    reader = open_checkpoint(URL)
+    requests: Counter[tuple[int, int]] = Counter()
     plain = MemoryFileSystem.cat_file
 
-    def counted(self, path, start=None, end=None, **about):
-        asked[start, end] += 1
-        return plain(self, path, start=start, end=end, **about)
+    def counted(self, path, start=None, end=None, **kwargs):
+        requests[start, end] += 1
+        return plain(self, path, start=start, end=end, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
-    key = next(iter(found.manifest.tensors))
-    next(iter(found.read(key)))
-    assert len(asked) >= 3
-    list(found.verify())
+    key = next(iter(reader.manifest.tensors))
+    next(iter(reader.read(key)))
+    assert len(requests) >= 3
+    list(reader.verify())
     size = (folders(run)[0] / "rank-00000.safetensors").stat().st_size
-    assert max(asked.values()) == 1
-    assert {pair for pair in asked if pair[1] - pair[0] == 3000} >= {(3000, 6000), (6000, 9000)}
-    assert max(end for _, end in asked) == size
+    assert max(requests.values()) == 1
+    assert {pair for pair in requests if pair[1] - pair[0] == 3000} >= {(3000, 6000), (6000, 9000)}
+    assert max(end for _, end in requests) == size
 
 
 def test_old_checkpoints_and_remains_are_deleted(run):
@@ -173,7 +173,7 @@ def test_another_checkpoint_of_the_step_is_replaced(run):
     assert files_of(folder.name) == {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("name", "change", "said"), [
+@pytest.mark.parametrize(("name", "change", "error"), [
     ("rank-00000.safetensors", lambda old: old[:-1], "truncated or corrupted"),
     ("rank-00000.safetensors", lambda old: old[:-1] + bytes([old[-1] ^ 1]),
      "the checksum of .* does not"),
@@ -182,7 +182,7 @@ def test_another_checkpoint_of_the_step_is_replaced(run):
     (MANIFEST, lambda old: old[:100], "corrupted"), (MANIFEST, None, "FileNotFoundError"),
     ("tokenizer.json", None, "FileNotFoundError"),
 ])  # fmt: skip
-def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, said):
+def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, error):
     there, folder = RemoteCheckpoints(URL), folders(run)[0]
     there.upload(folder)
     path, store = f"/bucket/runs/run/{folder.name}/{name}", MemoryFileSystem()
@@ -190,7 +190,7 @@ def test_what_is_damaged_there_is_named_by_its_url(run, tmp_path, name, change, 
     store.rm_file(path)
     if change is not None:
         store.pipe_file(path, change(old))
-    with pytest.raises(CheckpointError, match=f"^{URL}/{folder.name}/{name}: .*{said}"):
+    with pytest.raises(CheckpointError, match=f"^{URL}/{folder.name}/{name}: .*{error}"):
         copy_checkpoint(open_checkpoint(f"{URL}/{folder.name}"), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     if name != MANIFEST:
@@ -206,17 +206,17 @@ def fault_at(number: int, kind: str) -> Iterator[list[str]]:
     def failing(name: str) -> Any:
         plain = getattr(MemoryFileSystem, name)
 
-        def call(self, path, *given, **about):
+        def call(self, path, *args, **kwargs):
             calls.append(name)
             is_due = len(calls) == number or (kind == "denied" and len(calls) > number)
             if is_due and kind in ERRORS:
                 raise ERRORS[kind](kind)
             if is_due and kind == "dropped" and name in ("put_file", "rm"):
                 return None
-            found = plain(self, path, *given, **about)
+            result = plain(self, path, *args, **kwargs)
             if is_due and kind == "damaged" and name == "put_file":
-                self.pipe_file(given[0], b"damaged")
-            return found
+                self.pipe_file(args[0], b"damaged")
+            return result
 
         return mock.patch.object(MemoryFileSystem, name, call)
 
@@ -251,8 +251,8 @@ def test_no_fault_makes_a_checkpoint_that_is_wrong_or_lost(run, tmp_path, kind):
 
 
 def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monkeypatch):
-    told: list[UploadOutcome] = []
-    uploads = Uploads(CheckpointConfig(keep_last=0), run, told.append, RemoteCheckpoints(URL))
+    messages: list[UploadOutcome] = []
+    uploads = Uploads(CheckpointConfig(keep_last=0), run, messages.append, RemoteCheckpoints(URL))
     first, second, *_ = folders(run)
     with monkeypatch.context() as planting:
         planting.setattr(MemoryFileSystem, "put_file", lambda *given, **about: 1 / 0)
@@ -263,16 +263,16 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
     uploads.add(second, 20)
     uploads.wait(pytest.fail)
     uploads.check()
-    assert [each.has_failed for each in told] == [True, False]
-    assert "ZeroDivisionError" in told[0].message
-    assert str(first) in told[0].message
+    assert [each.has_failed for each in messages] == [True, False]
+    assert "ZeroDivisionError" in messages[0].message
+    assert str(first) in messages[0].message
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [second.name]
 
 
 def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypatch):
-    told: list[UploadOutcome] = []
+    messages: list[UploadOutcome] = []
     keep = CheckpointConfig(keep_last=1, keep_every=30)
-    uploads = Uploads(keep, run, told.append, RemoteCheckpoints(URL))
+    uploads = Uploads(keep, run, messages.append, RemoteCheckpoints(URL))
     gate = threading.Event()
     plain = RemoteCheckpoints.upload
 
@@ -295,7 +295,7 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
         gate.set()
 
     uploads.wait(go_on)
-    sent = [(each.step, each.seconds > 0) for each in told]
+    sent = [(each.step, each.seconds > 0) for each in messages]
     assert sent == [(10, True), (20, False), (30, True), (40, True)]
     names = [each.name for each in RemoteCheckpoints(URL).complete()]
     assert names == [each.name for each in folders(run)[2:]]
@@ -345,10 +345,10 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
         reseal(folder, lambda content: content.update(config=to_settings(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
     monkeypatch.setattr(module, "prepare", lambda *_, **__: SimpleNamespace(config=config))
-    said: list[str] = []
-    talk = Reporter(said.append, said.append, said.append)
+    messages: list[str] = []
+    talk = Reporter(messages.append, messages.append, messages.append)
     assert prepare_run(compose_config(settings), [], "auto", talk) is None
-    assert said[0] == f"{run}: finished at step 40; nothing to do"
+    assert messages[0] == f"{run}: finished at step 40; nothing to do"
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
         each.name for each in folders(run)[-2:]
     ]
@@ -356,8 +356,8 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
 
 def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeypatch):
     RemoteCheckpoints(URL).upload(folders(run)[0])
-    words = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
-    config = stored_config(compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config)
+    args = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
+    config = stored_config(compose_config([*args, f"train.run_dir={tmp_path}/new/run"]).config)
     for name in ("ls", "info"):
         with monkeypatch.context() as planting:
             planting.setattr(MemoryFileSystem, name, lambda *given, **about: slow_store())
@@ -394,9 +394,9 @@ def test_a_header_that_claims_to_be_long_is_not_fetched(run):
 
 
 def test_a_password_is_not_written_to_checkpoints(tmp_path):
-    words = [*TINY_MODEL, "checkpoint.remote=sftp://me:secret@host/runs"]
+    args = [*TINY_MODEL, "checkpoint.remote=sftp://me:secret@host/runs"]
     with pytest.raises(UsageError, match="^checkpoint.remote: a URL with a user, password"):
-        compose_config(words)
+        compose_config(args)
 
 
 def test_a_store_that_cannot_be_written_is_refused_at_the_start(run, monkeypatch):

@@ -46,19 +46,19 @@ def train_on(model: ShardedModel, optimizer: ShardedAdamW, steps: int) -> None:
 def save(folder: Path, model: ShardedModel, optimizer: ShardedAdamW) -> None:
     progress = Progress(step=2, samples=10, data_fingerprint="abc")
     ranks = model.collectives
-    about = CheckpointMetadata(progress, {"model": "odd"}, {"tokenizer.json": b"{}" * 200})
-    write_checkpoint(folder, take_snapshot(model, optimizer, ranks.rank, about), ranks)
+    options = CheckpointMetadata(progress, {"model": "odd"}, {"tokenizer.json": b"{}" * 200})
+    write_checkpoint(folder, take_snapshot(model, optimizer, ranks.rank, options), ranks)
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
     reader = CheckpointReader(folder)
-    found = {}
+    results = {}
     for key in reader.manifest.tensors:
         info = reader.info(key)
-        found[key] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+        results[key] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
         for span, data in reader.read(key):
-            found[key].view(-1)[span.start : span.stop] = tensor_from_bytes(data, info.dtype)
-    return found
+            results[key].view(-1)[span.start : span.stop] = tensor_from_bytes(data, info.dtype)
+    return results
 
 
 @distributed()
@@ -132,10 +132,10 @@ def test_every_flipped_byte_is_detected(checkpoint, flips):
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
         for _ in range(flips):
-            place = int(torch.randint(len(content), (1,), generator=generator))
+            position = int(torch.randint(len(content), (1,), generator=generator))
             flip = int(torch.randint(1, 256, (1,), generator=generator))
-            flipped = bytes([content[place] ^ flip])
-            file.write_bytes(content[:place] + flipped + content[place + 1 :])
+            flipped = bytes([content[position] ^ flip])
+            file.write_bytes(content[:position] + flipped + content[position + 1 :])
             with pytest.raises(CheckpointError, match=r"step-00000002"):
                 read_everything(checkpoint)
         file.write_bytes(content)

@@ -108,11 +108,11 @@ def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch)
 
 
 def fake_checkpoints(folder: Path, *steps: int) -> list[Path]:
-    made = [step_folder(folder, step) for step in steps]
-    for each in made:
+    folders = [step_folder(folder, step) for step in steps]
+    for each in folders:
         each.mkdir(parents=True)
         (each / MANIFEST).write_text("{}")
-    return made
+    return folders
 
 
 @pytest.mark.parametrize("keep, left", [
@@ -170,10 +170,10 @@ def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypat
 
 
 def test_a_save_waits_for_the_checksum_of_its_base_and_says_so(tmp_path, monkeypatch):
-    said = threading.Event()
+    message = threading.Event()
 
-    def verified(*about: object) -> BaseInfo:
-        said.wait(60)
+    def verified(*options: object) -> BaseInfo:
+        message.wait(60)
         return BaseInfo("base", "1", "0")
 
     monkeypatch.setattr(checkpoints, "_SILENT_WAIT_SECONDS", 0.1)
@@ -181,9 +181,9 @@ def test_a_save_waits_for_the_checksum_of_its_base_and_says_so(tmp_path, monkeyp
     model, optimizer = trained("full_shard", steps=1)
     saver = make_saver(tmp_path, "async", bases=[base])
     journal: Any = saver._journal
-    journal.remark.side_effect = lambda line: said.set()
+    journal.remark.side_effect = lambda line: message.set()
     saver.begin(at(model, optimizer, 1))
     save_now(saver, model, optimizer, 2)
-    (found,) = complete_checkpoints(tmp_path / CHECKPOINTS)
-    assert CheckpointReader(found).manifest.base == BaseInfo("base", "1", "0")
+    (result,) = complete_checkpoints(tmp_path / CHECKPOINTS)
+    assert CheckpointReader(result).manifest.base == BaseInfo("base", "1", "0")
     journal.remark.assert_called_once_with("step 2: waiting for the checksum of base model base")

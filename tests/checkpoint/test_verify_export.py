@@ -55,7 +55,7 @@ def without(tensors: Tensors, part: str) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def exports(tmp_path_factory):
     """A base with experts, a model trained from it, and adapters for it."""
     folder = tmp_path_factory.mktemp("made")
     base = folder / "base"
@@ -70,11 +70,11 @@ def made(tmp_path_factory):
     (base / "chat_template.jinja").write_text("{{ messages }}")
     shutil.copytree(base, folder / "model")
     change(folder / "model" / MODEL, lambda x: scaled(x, "mlp.experts"))
-    words = ["model=hf", f"model.path={base}", "model.lora.rank=8", "precision=fp32",
+    args = ["model=hf", f"model.path={base}", "model.lora.rank=8", "precision=fp32",
              "model.lora.targets=[all_linear,experts]", "data.tokenizer=bytes"]  # fmt: skip
-    config = stored_config(compose_config(words).config)
-    about = CheckpointMetadata(Progress(1), to_settings(config), base=BaseInfo(str(base), "", ""))
-    snapshot = take_snapshot(make_model(config, torch.device("cpu")), None, 0, about)
+    config = stored_config(compose_config(args).config)
+    options = CheckpointMetadata(Progress(1), to_settings(config), base=BaseInfo(str(base), "", ""))
+    snapshot = take_snapshot(make_model(config, torch.device("cpu")), None, 0, options)
     write_checkpoint(folder / "step-00000001", snapshot, Collectives())
     write_peft(CheckpointReader(folder / "step-00000001"), folder / "adapters")
     generator = torch.Generator().manual_seed(1)
@@ -84,34 +84,34 @@ def made(tmp_path_factory):
     return folder
 
 
-def copied(made: Path, kind: str, folder: Path) -> Path:
-    return Path(shutil.copytree(made / kind, folder / kind))
+def copied(exports: Path, kind: str, folder: Path) -> Path:
+    return Path(shutil.copytree(exports / kind, folder / kind))
 
 
-def lost(found: list[Finding]) -> list[str]:
-    return [str(each) for each in found if each.is_lost]
+def lost(result: list[Finding]) -> list[str]:
+    return [str(each) for each in result if each.is_lost]
 
 
-def test_a_trained_model_has_a_line_for_each_kind_and_nothing_lost(made):
-    found = verify_export(made / "model", made / "base")
-    assert lost(found) == []
-    lines = {each.subject: each for each in found if each.figures}
+def test_a_trained_model_has_a_line_for_each_kind_and_nothing_lost(exports):
+    findings = verify_export(exports / "model", exports / "base")
+    assert lost(findings) == []
+    lines = {each.subject: each for each in findings if each.figures}
     assert {kind: each.figures["changed"] for kind, each in lines.items()} == {
         "attention": 0, "embeddings": 0, "experts": 24, "head": 0, "norms": 0, "routers": 0
     }  # fmt: skip
     assert lines["experts"].figures["relative_change"] == pytest.approx(0.01, rel=1e-3)
-    assert "experts: 4 in each of 2 layers, as in the base" in map(str, found)
+    assert "experts: 4 in each of 2 layers, as in the base" in map(str, findings)
 
 
-def test_the_change_is_that_of_the_tensors_whatever_their_dtypes(made, tmp_path):
-    export = copied(made, "model", tmp_path)
+def test_the_change_is_that_of_the_tensors_whatever_their_dtypes(exports, tmp_path):
+    export = copied(exports, "model", tmp_path)
     change(export / MODEL, lambda x: {name: each.bfloat16() for name, each in x.items()})
-    base, ours = (load_file(x / MODEL) for x in (made / "base", export))
+    base, ours = (load_file(x / MODEL) for x in (exports / "base", export))
     names = [name for name in base if "experts" in name]
     rounded = [base[name].bfloat16().double() for name in names]
     delta = sum(((ours[a].double() - b) ** 2).sum() for a, b in zip(names, rounded, strict=True))
     expected = float((delta / sum((each**2).sum() for each in rounded)) ** 0.5)
-    lines = {x.subject: x.figures for x in verify_export(export, made / "base") if x.figures}
+    lines = {x.subject: x.figures for x in verify_export(export, exports / "base") if x.figures}
     assert lines["experts"]["relative_change"] == pytest.approx(expected, rel=1e-3)
     assert lines["attention"]["changed"] == 0  # the base, rounded
 
@@ -134,9 +134,9 @@ ROWS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("line", ROWS)
-def test_what_weights_lost_is_a_line(made, tmp_path, line):
-    export = copied(made, "model", tmp_path)
-    base = made / "base"
+def test_what_weights_lost_is_a_line(exports, tmp_path, line):
+    export = copied(exports, "model", tmp_path)
+    base = exports / "base"
     if "equal to the base" in line:
         shutil.copy(base / MODEL, export / MODEL)
     else:
@@ -164,57 +164,57 @@ FILES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("line", FILES)
-def test_what_the_files_with_the_weights_lost_is_a_line(made, tmp_path, line):
-    export = copied(made, "model", tmp_path)
+def test_what_the_files_with_the_weights_lost_is_a_line(exports, tmp_path, line):
+    export = copied(exports, "model", tmp_path)
     FILES[line](export)
-    assert any(each.startswith(line) for each in lost(verify_export(export, made / "base")))
+    assert any(each.startswith(line) for each in lost(verify_export(export, exports / "base")))
 
 
-def test_a_changed_template_and_rope_are_lines_and_not_lost(made, tmp_path):
-    export = copied(made, "model", tmp_path)
+def test_a_changed_template_and_rope_are_lines_and_not_lost(exports, tmp_path):
+    export = copied(exports, "model", tmp_path)
     (export / "chat_template.jinja").write_text("{{ messages[0] }}")
     change_json(export / "config.json", lambda x: x["rope_parameters"].update(rope_theta=7.0))
-    found = verify_export(export, made / "base")
-    assert lost(found) == []
+    findings = verify_export(export, exports / "base")
+    assert lost(findings) == []
     assert {"chat template: differs from the base's", "config.json: differs from the base's in "
-            "rope_parameters"} <= {*map(str, found)}  # fmt: skip
+            "rope_parameters"} <= {*map(str, findings)}  # fmt: skip
 
 
-def test_experts_that_the_base_stores_in_another_form_are_the_same(made, tmp_path):
-    base = copied(made, "base", tmp_path)
-    words = ("gate_proj", "up_proj")
+def test_experts_that_the_base_stores_in_another_form_are_the_same(exports, tmp_path):
+    base = copied(exports, "base", tmp_path)
+    names = ("gate_proj", "up_proj")
 
     def stacked(x: Tensors) -> Tensors:
-        made = without(x, "experts")
+        tensors = without(x, "experts")
         for layer in (f"model.layers.{n}.mlp.experts" for n in range(2)):
-            pairs = [torch.cat([x[f"{layer}.{n}.{w}.weight"] for w in words]) for n in range(4)]
-            made[f"{layer}.gate_up_proj"] = torch.stack(pairs)
+            pairs = [torch.cat([x[f"{layer}.{n}.{w}.weight"] for w in names]) for n in range(4)]
+            tensors[f"{layer}.gate_up_proj"] = torch.stack(pairs)
             downs = [x[f"{layer}.{n}.down_proj.weight"] for n in range(4)]
-            made[f"{layer}.down_proj"] = torch.stack(downs)
-        return made
+            tensors[f"{layer}.down_proj"] = torch.stack(downs)
+        return tensors
 
     change(base / MODEL, stacked)
-    found = verify_export(made / "model", base)
-    assert lost(found) == []
-    assert str(found[0]).startswith("weights: 24 tensors under other names than in the base's")
-    assert any(x.subject == "experts" and x.figures.get("changed") == 4 for x in found)
+    findings = verify_export(exports / "model", base)
+    assert lost(findings) == []
+    assert str(findings[0]).startswith("weights: 24 tensors under other names than in the base's")
+    assert any(x.subject == "experts" and x.figures.get("changed") == 4 for x in findings)
 
 
 # ---- adapters ----------------------------------------------------------------------------
 
 
-def test_adapters_change_as_much_as_their_products(made):
-    found = verify_export(made / "adapters", made / "base")
-    assert lost(found) == []
-    lines = {each.subject: each.figures for each in found if each.figures}
-    ours, base = load_file(made / "adapters" / ADAPTERS), load_file(made / "base" / MODEL)
+def test_adapters_change_as_much_as_their_products(exports):
+    findings = verify_export(exports / "adapters", exports / "base")
+    assert lost(findings) == []
+    lines = {each.subject: each.figures for each in findings if each.figures}
+    ours, base = load_file(exports / "adapters" / ADAPTERS), load_file(exports / "base" / MODEL)
     delta = norm = 0.0
     for name in (each for each in base if "_proj.weight" in each and "self_attn" in each):
         layer = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
         product = 2 * ours[f"{layer}.lora_B.weight"] @ ours[f"{layer}.lora_A.weight"]
         delta, norm = delta + float((product**2).sum()), norm + float((base[name] ** 2).sum())
     assert lines["attention"]["relative_change"] == pytest.approx((delta / norm) ** 0.5, rel=1e-4)
-    (readers,) = (str(each) for each in found if "target_parameters" in each.text)
+    (readers,) = (str(each) for each in findings if "target_parameters" in each.text)
     assert readers.startswith("experts: adapters of 4 experts in 2 layers, stacked")
     assert "--enable-mixed-moe-lora-format" in readers
     assert "--merge" in readers
@@ -222,17 +222,17 @@ def test_adapters_change_as_much_as_their_products(made):
 
 def per_expert(x: Tensors) -> Tensors:
     """The form of servers that have a module for each expert."""
-    found = without(x, ".experts.")
+    result = without(x, ".experts.")
     for layer in (f"{PEFT_PREFIX}model.layers.{n}.mlp.experts" for n in range(2)):
-        for inner, words in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
+        for inner, names in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
             down, up = (x[f"{layer}.{inner}lora_{half}.weight"] for half in "AB")
             for number in range(4):
-                part = up.view(len(up), 8, 4)[..., number].chunk(len(words))
-                for word, rows in zip(words, part, strict=True):
-                    name = f"{layer}.{number}.{word}"
-                    found[f"{name}.lora_A.weight"] = down.view(4, 8, -1)[number].clone()
-                    found[f"{name}.lora_B.weight"] = rows.clone()
-    return found
+                part = up.view(len(up), 8, 4)[..., number].chunk(len(names))
+                for arg, rows in zip(names, part, strict=True):
+                    name = f"{layer}.{number}.{arg}"
+                    result[f"{name}.lora_A.weight"] = down.view(4, 8, -1)[number].clone()
+                    result[f"{name}.lora_B.weight"] = rows.clone()
+    return result
 
 
 def swapped(x: Tensors) -> Tensors:
@@ -244,16 +244,16 @@ def swapped(x: Tensors) -> Tensors:
     }
 
 
-def test_adapters_for_each_expert_are_read_as_such_and_counted(made, tmp_path):
-    export = copied(made, "adapters", tmp_path)
+def test_adapters_for_each_expert_are_read_as_such_and_counted(exports, tmp_path):
+    export = copied(exports, "adapters", tmp_path)
     change(export / ADAPTERS, per_expert)
     config = export / "adapter_config.json"
     change_json(config, lambda x: x.pop("target_parameters"))
-    found = verify_export(export, made / "base")
-    assert lost(found) == []
-    assert any("two matrices each: vLLM reads them" in x.text for x in found)
+    findings = verify_export(export, exports / "base")
+    assert lost(findings) == []
+    assert any("two matrices each: vLLM reads them" in x.text for x in findings)
     change(export / ADAPTERS, lambda x: without(x, f"{EXPERTS}.2."))
-    lines = lost(verify_export(export, made / "base"))
+    lines = lost(verify_export(export, exports / "base"))
     assert lines == [f"experts: lost: {EXPERTS}: adapters of 3 of 4 experts"]
 
 
@@ -288,51 +288,51 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("line", OF_ADAPTERS)
-def test_what_adapters_lost_is_a_line(made, tmp_path, line):
-    export = copied(made, "adapters", tmp_path)
+def test_what_adapters_lost_is_a_line(exports, tmp_path, line):
+    export = copied(exports, "adapters", tmp_path)
     change(export / ADAPTERS, OF_ADAPTERS[line])
-    found = lost(verify_export(export, made / "base"))
-    assert any(each.startswith(line) for each in found), found
+    result = lost(verify_export(export, exports / "base"))
+    assert any(each.startswith(line) for each in result), result
 
 
-def test_targets_that_the_base_lacks_are_named(made, tmp_path):
-    export = copied(made, "adapters", tmp_path)
+def test_targets_that_the_base_lacks_are_named(exports, tmp_path):
+    export = copied(exports, "adapters", tmp_path)
     change_json(export / "adapter_config.json", lambda x: x["target_modules"].append("c_attn"))
-    (line,) = lost(verify_export(export, made / "base"))
+    (line,) = lost(verify_export(export, exports / "base"))
     assert line == "adapter_config.json: lost: target_modules: the base has no c_attn"
 
 
-def test_a_checkpoint_as_base_has_no_configuration_to_differ_from(made):
-    found = verify_export(made / "model", made / "step-00000001")
-    assert not [each for each in lost(found) if each.startswith("config.json")]
+def test_a_checkpoint_as_base_has_no_configuration_to_differ_from(exports):
+    findings = verify_export(exports / "model", exports / "step-00000001")
+    assert not [each for each in lost(findings) if each.startswith("config.json")]
 
 
-def test_published_adapters_name_no_directory_of_the_machine(made, tmp_path):
-    reader = CheckpointReader(made / "step-00000001")
+def test_published_adapters_name_no_directory_of_the_machine(exports, tmp_path):
+    reader = CheckpointReader(exports / "step-00000001")
     for names_base in (True, False):
         write_peft(reader, tmp_path / "out", names_base=names_base, overwrite=True)
         text = (tmp_path / "out" / "adapter_config.json").read_text()
-        assert (str(made) in text) == names_base
+        assert (str(exports) in text) == names_base
 
 
-def test_adapters_are_compared_with_a_base_whose_weights_are_not_here(made, tmp_path):
+def test_adapters_are_compared_with_a_base_whose_weights_are_not_here(exports, tmp_path):
     for name in ("config.json", "tokenizer.json"):
-        shutil.copy(made / "base" / name, tmp_path)
-    found = verify_export(made / "adapters", tmp_path, base_has_weights=False)
-    assert lost(found) == []
-    assert "attention: 8 of 8 tensors changed" in map(str, found)
+        shutil.copy(exports / "base" / name, tmp_path)
+    findings = verify_export(exports / "adapters", tmp_path, base_has_weights=False)
+    assert lost(findings) == []
+    assert "attention: 8 of 8 tensors changed" in map(str, findings)
 
 
 # ---- the command -------------------------------------------------------------------------
 
 
-def test_the_command_prints_each_finding_and_fails_if_something_is_lost(made, tmp_path):
-    model, base = str(made / "model"), str(made / "base")
-    code, said = invoke("verify-checkpoint", model, "--base", base, "--json")
-    found = json.loads(said)
-    assert (code, found["verified"], found["base"]) == (0, True, base)
-    assert {"experts", "tokenizer"} <= {each["subject"] for each in found["findings"]}
-    export = copied(made, "adapters", tmp_path)
+def test_the_command_prints_each_finding_and_fails_if_something_is_lost(exports, tmp_path):
+    model, base = str(exports / "model"), str(exports / "base")
+    code, out = invoke("verify-checkpoint", model, "--base", base, "--json")
+    content = json.loads(out)
+    assert (code, content["verified"], content["base"]) == (0, True, base)
+    assert {"experts", "tokenizer"} <= {each["subject"] for each in content["findings"]}
+    export = copied(exports, "adapters", tmp_path)
     assert invoke("verify-checkpoint", str(export), "--base", base) == (
         4, f"{export}: 1 of 4 findings are losses"  # the checksum
     )  # fmt: skip
@@ -340,8 +340,8 @@ def test_the_command_prints_each_finding_and_fails_if_something_is_lost(made, tm
     tensors = load_file(export / "adapter_model.safetensors")
     zero = {name: x * 0 if "lora_B" in name else x for name, x in tensors.items()}
     save_file(zero, export / "adapter_model.safetensors")
-    code, said = invoke("verify-checkpoint", str(export), "--base", base)
-    assert (code, "findings are losses" in said) == (3, True)
+    code, out = invoke("verify-checkpoint", str(export), "--base", base)
+    assert (code, "findings are losses" in out) == (3, True)
 
 
 @pytest.mark.parametrize(("source", "base", "expected"), [
@@ -350,10 +350,10 @@ def test_the_command_prints_each_finding_and_fails_if_something_is_lost(made, tm
     ("model", "adapters", "--base adapters: model.path=adapters: adapters without a model"),
     ("model", "words.txt", "--base words.txt: not found"),
 ])  # fmt: skip
-def test_a_mistake_is_one_line(made, monkeypatch, source, base, expected):
-    monkeypatch.chdir(made)
-    code, said = invoke("verify-checkpoint", source, "--base", base)
-    assert (code, said[: len(expected)]) == (2, expected)
+def test_a_mistake_is_one_line(exports, monkeypatch, source, base, expected):
+    monkeypatch.chdir(exports)
+    code, out = invoke("verify-checkpoint", source, "--base", base)
+    assert (code, out[: len(expected)]) == (2, expected)
 
 
 @pytest.mark.parametrize(("kind", "file", "content"), [
@@ -368,17 +368,17 @@ def test_a_mistake_is_one_line(made, monkeypatch, source, base, expected):
     ("model", "config.json", '{"vocab_size": "x"'),
     ("model", "model.safetensors", "damaged"),
 ])  # fmt: skip
-def test_a_damaged_file_is_named_in_one_line(made, tmp_path, kind, file, content):
-    export = copied(made, kind, tmp_path)
+def test_a_damaged_file_is_named_in_one_line(exports, tmp_path, kind, file, content):
+    export = copied(exports, kind, tmp_path)
     (export / file).write_text(content)
-    code, said = invoke("verify-checkpoint", str(export), "--base", str(made / "base"))
-    assert (code, str(export / file) in said, "\n" in said) == (4, True, False), said
+    code, out = invoke("verify-checkpoint", str(export), "--base", str(exports / "base"))
+    assert (code, str(export / file) in out, "\n" in out) == (4, True, False), out
 
 
-def test_adapters_of_rank_0_fit_nothing(made, tmp_path):
-    export = copied(made, "adapters", tmp_path)
+def test_adapters_of_rank_0_fit_nothing(exports, tmp_path):
+    export = copied(exports, "adapters", tmp_path)
     empty = {f"{PEFT_PREFIX}{LAYER}.lora_A.weight": torch.ones(0, 32),
              f"{PEFT_PREFIX}{LAYER}.lora_B.weight": torch.ones(32, 0)}  # fmt: skip
     change(export / ADAPTERS, lambda x: empty)
-    lines = lost(verify_export(export, made / "base"))
+    lines = lost(verify_export(export, exports / "base"))
     assert "adapters: lost: none for a layer of the base" in lines

@@ -18,9 +18,9 @@ TINY = [
 ]  # fmt: skip
 
 
-def invoke(*words: str) -> tuple[int, str]:
+def invoke(*args: str) -> tuple[int, str]:
     """In this process: the exit code, and what was printed or the one line that it fails with."""
-    result = CliRunner().invoke(app, list(words))
+    result = CliRunner().invoke(app, list(args))
     if isinstance(result.exception, FsdpctlError):
         return result.exception.exit_code, str(result.exception)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -28,14 +28,14 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "fsdpctl", *words]
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "fsdpctl", *args]
 
 
-def fsdpctl(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def fsdpctl(*args: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run to the end, with standard output and error as text."""
     return subprocess.run(
-        command(*words), cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
+        command(*args), cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
     )
 
 
@@ -52,15 +52,20 @@ def make_text(folder: Path) -> Path:
     return file
 
 
-def words(folder: Path, steps: int, *more: str) -> list[str]:
+def run_args(folder: Path, steps: int, *more: str) -> list[str]:
     """Settings of a short run; the last of those with one name counts."""
-    own = [*TINY, f"data.path={make_text(folder)}", "train.run_dir=run", f"train.steps={steps}"]
-    last = dict(word.split("=", 1) for word in (*own, *more))
+    settings = [
+        *TINY,
+        f"data.path={make_text(folder)}",
+        "train.run_dir=run",
+        f"train.steps={steps}",
+    ]
+    last = dict(arg.split("=", 1) for arg in (*settings, *more))
     return [f"{name}={value}" for name, value in last.items()]
 
 
 def figures(run_dir: Path) -> list[tuple[int, float | None, float | None]]:
     """Step, loss and validation loss of every line that has one."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    found = [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
-    return [each for each in found if each[1:] != (None, None)]
+    results = [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
+    return [each for each in results if each[1:] != (None, None)]

@@ -24,9 +24,9 @@ H100 = [
 NAMES = ("strategy", "activation_checkpointing", "prefetch", "train.micro_batch_size")
 
 
-def words(folder: Path, *more: str) -> list[str]:
-    given = [f"data.path={make_text(folder)}", "train.steps=6", f"train.run_dir={folder / 'run'}"]
-    return [*TINY, *given, "launch.nproc_per_node=2", "launch.device=cpu", *more]
+def auto_args(folder: Path, *more: str) -> list[str]:
+    args = [f"data.path={make_text(folder)}", "train.steps=6", f"train.run_dir={folder / 'run'}"]
+    return [*TINY, *args, "launch.nproc_per_node=2", "launch.device=cpu", *more]
 
 
 def selected(text: str) -> str:
@@ -36,19 +36,19 @@ def selected(text: str) -> str:
 
 
 def test_every_command_selects_the_same(tmp_path):
-    given = words(tmp_path, *OPEN, "cluster.memory=0.5066")
-    code, text = invoke("estimate-memory", *given)
+    args = auto_args(tmp_path, *OPEN, "cluster.memory=0.5066")
+    code, text = invoke("estimate-memory", *args)
     assert code == 0
-    chosen = dict(word.split("=") for word in selected(text).split())
+    chosen = dict(arg.split("=") for arg in selected(text).split())
     assert tuple(chosen) == NAMES
-    code, text = invoke("estimate-memory", *given, "--json")
-    found = json.loads(text[text.index("{") :])  # behind a note on a machine of one core
+    code, text = invoke("estimate-memory", *args, "--json")
+    content = json.loads(text[text.index("{") :])  # behind a note on a machine of one core
     text = " ".join(f"{k}={v}" for k, v in chosen.items())
-    assert found["selected"]["ranked"][0]["settings"] == text
-    assert (found["strategy"], found["verdict"]) == (chosen["strategy"], "fits")
-    code, text = invoke("train", "--dry-run", *given)
+    assert content["selected"]["ranked"][0]["settings"] == text
+    assert (content["strategy"], content["verdict"]) == (chosen["strategy"], "fits")
+    code, text = invoke("train", "--dry-run", *args)
     assert (code, selected(text)) == (0, " ".join(f"{k}={v}" for k, v in chosen.items()))
-    code, text = invoke("train", "--print-config", *given)
+    code, text = invoke("train", "--print-config", *args)
     assert code == 0
     recipe = yaml.safe_load(text[text.index("model:") :])
     assert {name: str(recipe[name]) for name in NAMES} == chosen
@@ -56,13 +56,13 @@ def test_every_command_selects_the_same(tmp_path):
 
 def test_the_other_settings_are_selected_for_each_strategy():
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies", "--json")
-    found = json.loads(text)
-    assert (code, all("strategy" not in each["selected"]["names"] for each in found)) == (0, True)
-    words = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in found}
-    assert "prefetch=none" in words["no_shard"]
+    content = json.loads(text)
+    assert (code, all("strategy" not in each["selected"]["names"] for each in content)) == (0, True)
+    args = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in content}
+    assert "prefetch=none" in args["no_shard"]
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
-    assert f"full_shard: {words['full_shard'].split()[0]}" in text
-    kinds = {each.split()[0].partition("=")[2] for each in words.values()}
+    assert f"full_shard: {args['full_shard'].split()[0]}" in text
+    kinds = {each.split()[0].partition("=")[2] for each in args.values()}
     for line in (each for each in text.splitlines() if each.startswith("step ")):
         assert all(kind in line for kind in kinds)  # the heading has what any strategy has
 
@@ -70,7 +70,7 @@ def test_the_other_settings_are_selected_for_each_strategy():
 @pytest.mark.slow
 def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
     short = [*OPEN, "cluster.memory=0.2"]
-    code, text = invoke("train", *words(tmp_path, *short))
+    code, text = invoke("train", *auto_args(tmp_path, *short))
     assert (code, "MiB needed per rank, 204.8 MiB available" in text) == (3, True)
     assert not (tmp_path / "run").exists()
     code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
@@ -79,31 +79,31 @@ def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
 
 
 def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
-    given = words(tmp_path)
+    settings = auto_args(tmp_path)
     chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
     more = ["launch.share_memory=false", "train.micro_batch_size=1"]
-    kept = make_run_plan(prepare(compose_config([*given, *chosen, *more])).config)
+    plan = make_run_plan(prepare(compose_config([*settings, *chosen, *more])).config)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
-    code, text = invoke("train", "--dry-run", *given, *OPEN)
+    (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(plan.config))
+    code, text = invoke("train", "--dry-run", *settings, *OPEN)
     assert code == 0
     same = " ".join(chosen)
     assert selected(text) == f"{same} train.micro_batch_size=1"
     assert f"as in {tmp_path / 'run' / 'config.yaml'}" in text
     assert "changed" not in text
-    code, text = invoke("train", "--dry-run", *given, *OPEN, "--resume", "never")
+    code, text = invoke("train", "--dry-run", *settings, *OPEN, "--resume", "never")
     assert "(assumed CPU specs)" in text
 
 
 @pytest.mark.slow
 def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
-    given = words(tmp_path, *OPEN)
-    result = fsdpctl("train", *given, cwd=tmp_path, timeout=300)
+    settings = auto_args(tmp_path, *OPEN)
+    result = fsdpctl("train", *settings, cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     first = selected(result.stdout)
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert first == " ".join(f"{name}={config[name]}" for name in NAMES)
-    longer = [word for word in given if not word.startswith("train.steps")]
+    longer = [arg for arg in settings if not arg.startswith("train.steps")]
     result = fsdpctl("train", *longer, "train.steps=9", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     assert (selected(result.stdout), "resumes at step 6" in result.stdout) == (first, True)
@@ -111,9 +111,11 @@ def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
-    given = [w for w in words(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))]
+    settings = [
+        w for w in auto_args(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))
+    ]
     auto = ["strategy=auto,no_shard", "train.micro_batch_size=auto", "--json"]
-    result = fsdpctl("compare", *given, *auto, "--steps", "4", cwd=tmp_path, timeout=300)
+    result = fsdpctl("compare", *settings, *auto, "--steps", "4", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)
     strategies = {row["varied"]["strategy"]: row["strategy"] for row in rows}

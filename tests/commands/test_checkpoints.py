@@ -25,10 +25,10 @@ RUN = ["train.seq_len=16", "train.global_batch_size=8", "train.steps=6", "checkp
        "checkpoint.keep_last=3", "train.eval_every=0", "data=text"]  # fmt: skip
 
 
-def train(folder: Path, name: str, *words: str, code: int = 0) -> str:
+def train(folder: Path, name: str, *args: str, code: int = 0) -> str:
     """What the run says, on both streams."""
     fixed = [*RUN, f"data.path={make_text(folder)}", f"train.run_dir={name}"]
-    typed = {word.partition("=")[0]: word for word in [*fixed, *words]}
+    typed = {arg.partition("=")[0]: arg for arg in [*fixed, *args]}
     result = fsdpctl("train", *typed.values(), cwd=folder)
     assert result.returncode == code, result.stderr
     return result.stdout + result.stderr
@@ -52,9 +52,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     save_model("qwen2", folder / "in")
     give_tokenizer(folder / "in", make_text(folder))
-    said = train(folder, "run", "model=hf", "model.path=in")
-    assert f"model   {folder / 'in'}, qwen2, " in said
-    assert ", pretrained" in said
+    out = train(folder, "run", "model=hf", "model.path=in")
+    assert f"model   {folder / 'in'}, qwen2, " in out
+    assert ", pretrained" in out
     return folder
 
 
@@ -94,18 +94,18 @@ def test_exports_of_runs_have_lost_nothing_of_their_base(trained, tmp_path):
         result = fsdpctl("consolidate-checkpoint", run, out, *options, cwd=trained)
         assert result.returncode == 0, result.stderr
         result = fsdpctl("verify-checkpoint", out, "--base", of, "--json", cwd=trained)
-        found = json.loads(result.stdout)
-        assert (result.returncode, found["verified"]) == (0, True), result.stderr
-        lines = {x["subject"]: x["figures"] for x in found["findings"] if x["figures"]}
+        content = json.loads(result.stdout)
+        assert (result.returncode, content["verified"]) == (0, True), result.stderr
+        lines = {x["subject"]: x["figures"] for x in content["findings"] if x["figures"]}
         assert all(lines[kind]["changed"] for kind in {"attention", "experts"} & lines.keys())
 
 
 @pytest.mark.slow
 def test_a_run_starts_from_the_weights_of_another(trained):
-    said = train(trained, "second", "model=hf", "model.path=run", "optimizer.lr=1e-9")
+    out = train(trained, "second", "model=hf", "model.path=run", "optimizer.lr=1e-9")
     newest = trained / "run" / "checkpoints" / "step-00000006"
-    assert f"weights from {newest}" in said
-    assert f"({trained / 'run' / 'assets'})" in said
+    assert f"weights from {newest}" in out
+    assert f"({trained / 'run' / 'assets'})" in out
     random = train(trained, "third", "model=hf", "model.path=run", "model.init=random")
     assert ", random weights" in random
     first, second = (figures(trained / name)[0][1] for name in ("second", "third"))
@@ -116,9 +116,9 @@ def test_a_run_starts_from_the_weights_of_another(trained):
 
 @pytest.mark.slow
 def test_shard_and_consolidate_keep_every_byte(trained, tmp_path):
-    words = ["shard-checkpoint", str(trained / "in"), "sharded", "--world-size", "3"]
-    assert fsdpctl(*words, cwd=tmp_path).returncode == 0
-    again = fsdpctl(*words, cwd=tmp_path)
+    args = ["shard-checkpoint", str(trained / "in"), "sharded", "--world-size", "3"]
+    assert fsdpctl(*args, cwd=tmp_path).returncode == 0
+    again = fsdpctl(*args, cwd=tmp_path)
     assert (again.returncode, "already exists" in again.stderr) == (2, True)
     assert fsdpctl("verify-checkpoint", "sharded", cwd=tmp_path).returncode == 0
     shown = json.loads(fsdpctl("inspect-checkpoint", "sharded", "--json", cwd=tmp_path).stdout)
@@ -140,8 +140,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def resume(run: Path, trained: Path, code: int = 0) -> str:
     """Two more steps."""
-    words = ["model=hf", f"model.path={trained / 'in'}", f"data.path={trained / 'words.txt'}"]
-    return train(run.parent, "run", *words, "train.steps=8", code=code)
+    args = ["model=hf", f"model.path={trained / 'in'}", f"data.path={trained / 'words.txt'}"]
+    return train(run.parent, "run", *args, "train.steps=8", code=code)
 
 
 def flip(file: Path, key: str) -> None:
@@ -156,11 +156,11 @@ def test_a_run_with_a_corrupted_newest_checkpoint_names_it_and_the_next_step(run
     newest = run / "checkpoints" / "step-00000006"
     flip(newest / "rank-00001.safetensors", "model/lm_head.weight")
     metrics = (run / "metrics.jsonl").read_bytes()
-    said = resume(run, trained, code=4)
+    out = resume(run, trained, code=4)
     assert (run / "metrics.jsonl").read_bytes() == metrics
-    assert "rank-00001.safetensors: corrupted: the checksum of model/lm_head.weight" in said
+    assert "rank-00001.safetensors: corrupted: the checksum of model/lm_head.weight" in out
     before = run / "checkpoints" / "step-00000004"
-    assert "--resume run/checkpoints/step-00000004 starts a new run" in said
+    assert "--resume run/checkpoints/step-00000004 starts a new run" in out
     assert before.is_dir()
     for command in (["verify-checkpoint", "run"], ["consolidate-checkpoint", "run", "out"]):
         result = fsdpctl(*command, cwd=run.parent)
@@ -172,8 +172,8 @@ def test_a_run_with_a_corrupted_newest_checkpoint_names_it_and_the_next_step(run
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_both_ways_to_save_give_the_same_checkpoints(trained, mode):
-    words = ["model=hf", "model.path=in", f"checkpoint.mode={mode}", "checkpoint.keep_every=4"]
-    train(trained, mode, *words, "checkpoint.keep_last=1")
+    args = ["model=hf", "model.path=in", f"checkpoint.mode={mode}", "checkpoint.keep_every=4"]
+    train(trained, mode, *args, "checkpoint.keep_last=1")
     names = sorted(each.name for each in (trained / mode / "checkpoints").iterdir())
     assert names == ["latest", "step-00000004", "step-00000006"]
     ours, theirs = (

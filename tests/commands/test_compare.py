@@ -24,8 +24,8 @@ from tests.commands.test_interruptions import heard, ranks_of, wait_for
 from tests.run.runs import step_line, write_lines
 
 
-def labels(*words: str) -> list[str]:
-    return [each.result.label for each in variants_of(list(words), None, simulates=False)]
+def labels(*args: str) -> list[str]:
+    return [each.result.label for each in variants_of(list(args), None, simulates=False)]
 
 
 def test_commas_separate_alternatives_of_choices_and_numbers():
@@ -47,8 +47,8 @@ def test_without_alternatives_all_strategies_are_compared():
 
 
 def test_values_are_ignored_for_strategies_that_do_not_use_them():
-    found = variants_of(["strategy.owner_map=balanced"], None, simulates=False)
-    maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
+    result = variants_of(["strategy.owner_map=balanced"], None, simulates=False)
+    maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in result}
     assert (maps["shard_optimizer"].owner_map, maps["full_shard"].owner_map) == ("balanced", None)
 
 
@@ -56,26 +56,26 @@ def test_duplicate_alternatives_are_merged():
     assert labels("strategy=no_shard,no_shard") == ["strategy=no_shard"]
 
 
-@pytest.mark.parametrize(("word", "part"), [
+@pytest.mark.parametrize(("arg", "part"), [
     ("strategy=full_shard,no_shrad", "did you mean no_shard?"),
     ("strategy=full_shard,", "empty alternative"),
     ("train.micro_batch_size=1,x", "train.micro_batch_size=x"), ("train.steps=5,6", "--steps"),
     ("cluster.price=1,2", "one for each of the 0 values of cluster"),
     ("train.run_dir=here", "not supported by compare"), ("strateg=a,b", "did you mean strategy?"),
 ])  # fmt: skip
-def test_mistakes_are_reported_before_anything_runs(word, part):
+def test_mistakes_are_reported_before_anything_runs(arg, part):
     with pytest.raises(UsageError) as caught:
-        labels(word)
+        labels(arg)
     assert part in str(caught.value)
 
 
 def test_prices_are_those_of_the_clusters_in_their_order():
-    words = ["cluster=h100,a10", "cluster.price=3,1", "launch.nnodes=1,2", "train.tokens=1e9"]
-    found = variants_of(words, None, simulates=True)
-    assert [each.result.varied["cluster.price"] for each in found] == ["3", "3", "1", "1"]
-    assert {each.composed.config.train.tokens for each in found} == {10**9}
-    code, said = invoke("compare", "--simulate", *words[:3], "--by", "cost")
-    assert (code, "requires cluster.price and a length" in said) == (2, True)
+    args = ["cluster=h100,a10", "cluster.price=3,1", "launch.nnodes=1,2", "train.tokens=1e9"]
+    result = variants_of(args, None, simulates=True)
+    assert [each.result.varied["cluster.price"] for each in result] == ["3", "3", "1", "1"]
+    assert {each.composed.config.train.tokens for each in result} == {10**9}
+    code, out = invoke("compare", "--simulate", *args[:3], "--by", "cost")
+    assert (code, "requires cluster.price and a length" in out) == (2, True)
 
 
 def test_a_price_of_a_cluster_has_a_source_and_a_day():
@@ -88,9 +88,9 @@ def test_a_price_of_a_cluster_has_a_source_and_a_day():
 
 
 def test_a_budget_names_the_cheapest_that_ends_and_what_it_buys_of_others():
-    words = ["--simulate", "cluster=h100,a100_80,mi300x", "launch.nnodes=1,2", "--budget", "0.1"]
-    code, said = invoke("compare", *words, "train.steps=500", "--json")
-    rows = json.loads(said[said.index("[\n") : said.rindex("]") + 1])
+    args = ["--simulate", "cluster=h100,a100_80,mi300x", "launch.nnodes=1,2", "--budget", "0.1"]
+    code, out = invoke("compare", *args, "train.steps=500", "--json")
+    rows = json.loads(out[out.index("[\n") : out.rindex("]") + 1])
     assert (code, len(rows)) == (0, 6)
     priced = [row for row in rows if row["price"] is not None]
     assert {row["varied"]["cluster"] for row in priced} == {"h100", "a100_80"}
@@ -98,36 +98,36 @@ def test_a_budget_names_the_cheapest_that_ends_and_what_it_buys_of_others():
         steps = row["budget_steps"] * row["cost"] / 500
         assert 0.1 - row["cost"] / 500 <= steps <= 0.1
         assert row["budget_tokens"] == row["budget_steps"] * 16 * 128
-    code, said = invoke("compare", *words, "train.steps=500")
+    code, out = invoke("compare", *args, "train.steps=500")
     cheapest = min(priced, key=lambda row: row["cost"])
     label = " ".join(f"{name}={text}" for name, text in cheapest["varied"].items())
     assert cheapest["cost"] < 0.1
-    assert f"budget  {label}: the cheapest that fits and is predicted to end within 0.1, " in said
-    assert said.count("\n0.1 buys  ") == 3
-    assert "price   cluster=mi300x launch.nnodes=2: unknown; set cluster.price" in said
-    assert "cost at 3.99 USD per GPU hour: Lambda, 8x H100 SXM, on 2026-09-20 (" in said
-    _, said = invoke("compare", *words, "train.steps=500000000")
-    assert "budget  no variant that fits is predicted to end within 0.1" in said
-    _, said = invoke("compare", *words)
-    assert "budget  " not in said
-    assert said.count("\n0.1 buys  ") == 4
-    assert said.count("cost at ") == 2
+    assert f"budget  {label}: the cheapest that fits and is predicted to end within 0.1, " in out
+    assert out.count("\n0.1 buys  ") == 3
+    assert "price   cluster=mi300x launch.nnodes=2: unknown; set cluster.price" in out
+    assert "cost at 3.99 USD per GPU hour: Lambda, 8x H100 SXM, on 2026-09-20 (" in out
+    _, out = invoke("compare", *args, "train.steps=500000000")
+    assert "budget  no variant that fits is predicted to end within 0.1" in out
+    _, out = invoke("compare", *args)
+    assert "budget  " not in out
+    assert out.count("\n0.1 buys  ") == 4
+    assert out.count("cost at ") == 2
 
 
-@pytest.mark.parametrize(("words", "part"), [
+@pytest.mark.parametrize(("args", "part"), [
     (["--budget", "500"], "--budget: only valid with --simulate"),
     (["--simulate", "--budget", "0"], "--budget=0: expected a number from 0.01"),
     (["--simulate", "--budget", "much"], "--budget=much: expected a number from 0.01"),
 ])  # fmt: skip
-def test_a_budget_is_money_of_a_simulation(words, part):
-    code, said = invoke("compare", *words)
-    assert (code, part in said) == (2, True)
+def test_a_budget_is_money_of_a_simulation(args, part):
+    code, out = invoke("compare", *args)
+    assert (code, part in out) == (2, True)
 
 
 def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
     (tmp_path / "mine").write_text("mine")
-    code, said = invoke("compare", "--out", str(tmp_path))
-    assert (code, "not an empty directory" in said) == (2, True)
+    code, out = invoke("compare", "--out", str(tmp_path))
+    assert (code, "not an empty directory" in out) == (2, True)
 
 
 @pytest.mark.parametrize(("option", "part"), [
@@ -135,22 +135,22 @@ def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
     ("--rounds=2", "runs each variant once; set its length with --steps"),
 ])  # fmt: skip
 def test_an_invalid_length_or_number_of_rounds_is_rejected(option, part):
-    code, said = invoke("compare", option)
-    assert (code, option.partition("=")[0] in said, part in said) == (2, True, True)
+    code, out = invoke("compare", option)
+    assert (code, option.partition("=")[0] in out, part in out) == (2, True, True)
 
 
 def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = invoke("compare", "data=text", "data.path=/no/such", "--steps", "4")
-    assert (code, "data.path=/no/such: not found" in said) == (2, True)
-    assert f"{len(STRATEGIES) - 1} more variants" in said
+    code, out = invoke("compare", "data=text", "data.path=/no/such", "--steps", "4")
+    assert (code, "data.path=/no/such: not found" in out) == (2, True)
+    assert f"{len(STRATEGIES) - 1} more variants" in out
 
 
 @pytest.mark.parametrize(("recipe", "noted"), [("", ()), ("cluster: h100\n", ()), ("", ("why",))])
 def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
     tmp_path, monkeypatch, recipe, noted
 ):
-    ran, said = [], list[str]()
+    ran, messages = [], list[str]()
 
     def run(seen, config, *_):
         ran.append(config.model.attention)
@@ -158,53 +158,56 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
         write_lines(seen.run_dir, *(step_line(step) for step in range(1, 5)))
 
     monkeypatch.setattr(results, "run_briefly", run)
-    monkeypatch.setattr(results, "note", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(results, "note", lambda *lines: messages.extend(lines))
     monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, is_here: "math")
     # As for a family that keeps the attention of transformers.
     monkeypatch.setattr("fsdpctl.resolve.prepare.adapt_to_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
-    words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
-    found = variants_of(words, str(tmp_path / "r.yaml"), simulates=False)
-    results.measure(found, tmp_path, 4, is_kept=True)
-    assert (ran, [each.result.status for each in found]) == (["math"] * 2, [OK] * 2)
-    assert (said.count("why"), any("h100" in line for line in said)) == (len(noted), bool(recipe))
+    args = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
+    result = variants_of(args, str(tmp_path / "r.yaml"), simulates=False)
+    results.measure(result, tmp_path, 4, is_kept=True)
+    assert (ran, [each.result.status for each in result]) == (["math"] * 2, [OK] * 2)
+    assert (messages.count("why"), any("h100" in line for line in messages)) == (
+        len(noted),
+        bool(recipe),
+    )
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
-    found = variants_of(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False)
-    found, lines = drop_unsupported(found)
-    pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
+    result = variants_of(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False)
+    result, lines = drop_unsupported(result)
+    pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in result}
     assert {("fsdpctl", name) for name in STRATEGIES} < pairs
     assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
     assert ("fsdp2", "full_shard") in pairs
     (line,) = lines
     assert line.startswith("skipped: engine=fsdp2 does not support no_shard")
-    assert all({"engine", "strategy"} == set(each.result.varied) for each in found)
+    assert all({"engine", "strategy"} == set(each.result.varied) for each in result)
 
 
 def test_an_engine_without_any_of_the_strategies_is_an_error():
-    found = variants_of(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, simulates=False)
+    result = variants_of(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, simulates=False)
     with pytest.raises(UsageError, match="engine=ddp does not support full_shard, shard_grad_op"):
-        drop_unsupported(found)
+        drop_unsupported(result)
     alone = variants_of(["engine=ddp", "strategy=full_shard"], None, simulates=False)
     assert drop_unsupported(alone) == (alone, [])
 
 
-def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
-    typed = [*TINY, f"data.path={make_text(folder)}", *words]
+def rows(folder: Path, *args: str, code: int = 0) -> list[dict[str, Any]]:
+    typed = [*TINY, f"data.path={make_text(folder)}", *args]
     result = fsdpctl("compare", *typed, "--json", cwd=folder)
     assert result.returncode == code, result.stderr
-    found: list[dict[str, Any]] = json.loads(result.stdout)
-    return found
+    content: list[dict[str, Any]] = json.loads(result.stdout)
+    return content
 
 
 @pytest.mark.slow
 def test_all_strategies_have_equal_losses_and_every_value_is_of_the_metrics(tmp_path):
     before = set(Path(tempfile.gettempdir()).glob("fsdpctl-*"))
-    found = rows(tmp_path, "--steps", "8", "--out", "kept")
-    assert {row["strategy"] for row in found} == set(STRATEGIES)
-    assert len({row["final_loss"] for row in found}) == 1
-    for row in found:
+    result = rows(tmp_path, "--steps", "8", "--out", "kept")
+    assert {row["strategy"] for row in result} == set(STRATEGIES)
+    assert len({row["final_loss"] for row in result}) == 1
+    for row in result:
         assert row["status"] == "ok"
         file = tmp_path / "kept" / row["run_dir"] / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -214,16 +217,16 @@ def test_all_strategies_have_equal_losses_and_every_value_is_of_the_metrics(tmp_
         assert row["tokens_per_second"] == median(e["tokens_per_second"] for e in timed)
         assert row["step_seconds"] == median(line["seconds"] for line in timed)
         assert row["final_loss"] == steps[-1]["loss"]
-    kept = tmp_path / "kept"
-    assert json.loads((kept / "compare.json").read_text()) == found
+    out_dir = tmp_path / "kept"
+    assert json.loads((out_dir / "compare.json").read_text()) == result
     assert set(Path(tempfile.gettempdir()).glob("fsdpctl-*")) == before
-    assert {file.name for file in kept.iterdir()} == {"compare.json", "compare.png", "runs"}
+    assert {file.name for file in out_dir.iterdir()} == {"compare.json", "compare.png", "runs"}
 
 
 @pytest.mark.slow
 def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
-    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4"]
-    ran, refused = rows(tmp_path, *words, code=1)
+    args = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4"]
+    ran, refused = rows(tmp_path, *args, code=1)
     assert "must divide the 2 ranks" in str(refused["status"])
     assert (refused["tokens_per_second"], ran["status"]) == (None, "ok")
 
@@ -236,9 +239,9 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
     assert (ran["status"], broken["status"].startswith("failed: ")) == ("ok", True)
     assert "rejected, training stops" in broken["status"]
     held = ["strategy=full_shard", "activation_checkpointing=none", "prefetch=both"]
-    given = [*TINY, f"data.path={make_text(tmp_path)}", *held]
+    args = [*TINY, f"data.path={make_text(tmp_path)}", *held]
     needs = [
-        json.loads(invoke("estimate-memory", *given, f"train.micro_batch_size={n}", "--json")[1])
+        json.loads(invoke("estimate-memory", *args, f"train.micro_batch_size={n}", "--json")[1])
         for n in (1, 4)
     ]
     between = sum(each["peak_reserved_bytes"] for each in needs) / 2
@@ -250,33 +253,33 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
 
 @pytest.mark.slow
 def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_path):
-    words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
+    args = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
     more = ["--steps", "60", "--out", "kept"]
     process = subprocess.Popen(
-        command("compare", *words, *more), cwd=tmp_path, text=True, env=environment(),
+        command("compare", *args, *more), cwd=tmp_path, text=True, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard,
     )  # fmt: skip
     file = tmp_path / "kept" / "runs" / "02" / "metrics.jsonl"
     wait_for(lambda: file.is_file() and '"step": 3,' in file.read_text())
     ranks = ranks_of(process)
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert ranks
     assert not [each for each in ranks if each.is_running()]
-    assert "tokens/s" in said
-    found = json.loads((tmp_path / "kept" / "compare.json").read_text())
-    assert {row["strategy"]: row["status"] for row in found} == {
+    assert "tokens/s" in out
+    content = json.loads((tmp_path / "kept" / "compare.json").read_text())
+    assert {row["strategy"]: row["status"] for row in content} == {
         "no_shard": "ok", "full_shard": NOT_REACHED,
     }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_recomputation_and_compilation_do_not_change_losses(tmp_path):
-    words = ["activation_checkpointing=none,full,selective", "--steps", "6"]
-    found = rows(tmp_path, "strategy=full_shard", *words)
-    found.sort(key=lambda row: row["varied"]["activation_checkpointing"] != "none")
-    plain, *others = found
+    args = ["activation_checkpointing=none,full,selective", "--steps", "6"]
+    result = rows(tmp_path, "strategy=full_shard", *args)
+    result.sort(key=lambda row: row["varied"]["activation_checkpointing"] != "none")
+    plain, *others = result
     for row in others:
         assert row["final_loss"] == plain["final_loss"]
     (compiled,) = rows(tmp_path, "strategy=full_shard", "train.compile=true", "--steps", "6")
@@ -288,8 +291,8 @@ def test_bf16_follows_fp32_on_the_default_model(tmp_path):
     """Within 0.02 nats at each of 20 steps."""
     losses = {}
     for precision in ("fp32", "bf16"):
-        words = [f"precision={precision}", "train.steps=20", "train.sample_tokens=0"]
-        result = fsdpctl("train", *words, f"train.run_dir={precision}", cwd=tmp_path, timeout=300)
+        args = [f"precision={precision}", "train.steps=20", "train.sample_tokens=0"]
+        result = fsdpctl("train", *args, f"train.run_dir={precision}", cwd=tmp_path, timeout=300)
         assert result.returncode == 0, result.stderr
         lines = map(json.loads, (tmp_path / precision / "metrics.jsonl").read_text().splitlines())
         losses[precision] = [line["loss"] for line in lines if "loss" in line]

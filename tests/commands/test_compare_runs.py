@@ -41,30 +41,30 @@ def twin(run):
 def test_the_first_step_whose_losses_differ_is_named(run, twin, of_a, of_b, differ):
     for folder, lines in ((run, of_a), (twin, of_b)):
         write_lines(folder, *lines)
-    found = compare_run_dirs(run, twin)
-    assert (found["differences"], found["configuration"]) == (differ, [])
-    assert (found["loss"]["compared"] >= 3, found["val_loss"]["compared"]) == (True, 1)
-    assert found["loss"]["only_in_one"] == len(of_b) * ("only" in str(differ))
-    assert found["grad_norm"]["first"] is None
+    comparison = compare_run_dirs(run, twin)
+    assert (comparison["differences"], comparison["configuration"]) == (differ, [])
+    assert (comparison["loss"]["compared"] >= 3, comparison["val_loss"]["compared"]) == (True, 1)
+    assert comparison["loss"]["only_in_one"] == len(of_b) * ("only" in str(differ))
+    assert comparison["grad_norm"]["first"] is None
 
 
 def test_different_settings_are_reported_but_do_not_count(run, twin):
     (twin / "config.yaml").write_text("train.steps: 200\ntrain.seed: 1\ntrain.run_dir: x\n")
-    found = compare_run_dirs(run, twin)
-    told = {each["key"]: (each["a"], each["b"]) for each in found["configuration"]}
-    assert told == {"train.steps": ("100", "200"), "train.seed": (None, "1")}
-    assert found["differences"] == []
+    comparison = compare_run_dirs(run, twin)
+    differences = {each["key"]: (each["a"], each["b"]) for each in comparison["configuration"]}
+    assert differences == {"train.steps": ("100", "200"), "train.seed": (None, "1")}
+    assert comparison["differences"] == []
 
 
 def test_the_environments_of_the_newest_starts_are_compared(run, twin):
     for folder, version in ((run, "2.12"), (twin, "2.13")):
         add_start(folder, {"started": "before", "torch": "2.0"})
-        own = {"torch": version, "variables": {"SAME": "1", "OTHER": version}}
-        add_start(folder, {"started": version, **own, "devices": {"X": 4}})
-    found = compare_run_dirs(run, twin)
-    differ = [(each["key"], each["a"], each["b"]) for each in found["environment"]]
+        environment = {"torch": version, "variables": {"SAME": "1", "OTHER": version}}
+        add_start(folder, {"started": version, **environment, "devices": {"X": 4}})
+    comparison = compare_run_dirs(run, twin)
+    differ = [(each["key"], each["a"], each["b"]) for each in comparison["environment"]]
     assert differ == [("torch", "2.12", "2.13"), ("variables.OTHER", "2.12", "2.13")]
-    assert found["differences"] == []
+    assert comparison["differences"] == []
     assert "2.13" in invoke("compare-runs", str(run), str(twin))[1]
 
 
@@ -84,17 +84,20 @@ def test_a_directory_that_is_not_a_run_is_rejected(run, tmp_path):
 
 
 def test_the_command_prints_a_table_and_sets_the_exit_code(run, twin):
-    words = ["compare-runs", str(run), str(twin)]
-    code, text = invoke(*words, "--assert-equal")
+    args = ["compare-runs", str(run), str(twin)]
+    code, text = invoke(*args, "--assert-equal")
     assert code == 0
     for part in ("loss", "equal", "configurations are equal", "environments are equal"):
         assert part in text
     write_lines(twin, step_line(3, loss=2.0))
-    code, text = invoke(*words)
+    code, text = invoke(*args)
     assert (code, "step 3: 0.333333333 and 2" in text) == (0, True)
-    code, said = invoke(*words, "--assert-equal")
-    assert (code, "\n" in said, "loss from step 3 on" in said) == (1, False, True)
-    code, text = invoke(*words, "--json")
-    found = json.loads(text)
-    assert (code, found["equal"]) == (0, False)
-    assert (found["loss"]["first"], found["environment"]) == ({"step": 3, "a": 1 / 3, "b": 2.0}, [])
+    code, out = invoke(*args, "--assert-equal")
+    assert (code, "\n" in out, "loss from step 3 on" in out) == (1, False, True)
+    code, text = invoke(*args, "--json")
+    content = json.loads(text)
+    assert (code, content["equal"]) == (0, False)
+    assert (content["loss"]["first"], content["environment"]) == (
+        {"step": 3, "a": 1 / 3, "b": 2.0},
+        [],
+    )

@@ -37,32 +37,34 @@ def expected(folder: Path) -> float:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "hf"])
 def test_the_loss_is_that_of_transformers(places, tmp_path, kind):
-    words = ["data=text", f"data.path={tmp_path / 'words.txt'}", "data.val_fraction=0"]
-    code, said = invoke("evaluate", str(places[kind]), *words, f"train.seq_len={LENGTH}", "--json")
-    assert code == 0, said
-    found = json.loads(said)
-    assert found["loss"] == pytest.approx(expected(places["hf"]), abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte
-    assert (found["part"], found["tokens"]) == ("all", (len(TEXT) - 1) // LENGTH * LENGTH)
+    args = ["data=text", f"data.path={tmp_path / 'words.txt'}", "data.val_fraction=0"]
+    code, out = invoke("evaluate", str(places[kind]), *args, f"train.seq_len={LENGTH}", "--json")
+    assert code == 0, out
+    content = json.loads(out)
+    assert content["loss"] == pytest.approx(expected(places["hf"]), abs=1e-5)
+    assert content["perplexity"] == pytest.approx(math.exp(content["loss"]))
+    assert content["bits_per_byte"] == pytest.approx(
+        content["loss"] / math.log(2)
+    )  # a token is a byte
+    assert (content["part"], content["tokens"]) == ("all", (len(TEXT) - 1) // LENGTH * LENGTH)
 
 
 def test_without_words_it_is_the_data_of_the_run(places):
-    code, said = invoke("evaluate", str(places["checkpoint"]), "data.val_fraction=0.0001")
-    assert (code, "Python's standard library" in said) == (0, True)
-    code, said = invoke("evaluate", str(places["checkpoint"] / "none"))
-    assert (code, "directory not found" in said) == (2, True)
+    code, out = invoke("evaluate", str(places["checkpoint"]), "data.val_fraction=0.0001")
+    assert (code, "Python's standard library" in out) == (0, True)
+    code, out = invoke("evaluate", str(places["checkpoint"] / "none"))
+    assert (code, "directory not found" in out) == (2, True)
 
 
 def test_another_share_of_the_runs_data_is_still_of_its_data(tmp_path):
-    words = tmp_path / "mine.txt"
-    words.write_bytes(TEXT)
-    of_run = make_checkpoint(tmp_path / "step-00000001", "data=text", f"data.path={words}")
-    code, said = invoke("evaluate", str(of_run), "data.val_fraction=0.2", f"train.seq_len={LENGTH}")
-    assert (code, "mine.txt" in said, "training data" in said) == (0, True, False), said
-    code, said = invoke("evaluate", str(of_run), "data.val_fraction=0", f"train.seq_len={LENGTH}")
-    assert (code, "training data (no validation data)" in said) == (0, True)
+    file = tmp_path / "mine.txt"
+    file.write_bytes(TEXT)
+    of_run = make_checkpoint(tmp_path / "step-00000001", "data=text", f"data.path={file}")
+    code, out = invoke("evaluate", str(of_run), "data.val_fraction=0.2", f"train.seq_len={LENGTH}")
+    assert (code, "mine.txt" in out, "training data" in out) == (0, True, False), out
+    code, out = invoke("evaluate", str(of_run), "data.val_fraction=0", f"train.seq_len={LENGTH}")
+    assert (code, "training data (no validation data)" in out) == (0, True)
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT * 2)
-    code, said = invoke("evaluate", str(of_run), f"data.path={other}", "data=text")
-    assert (code, "other.txt" in said) == (0, True)
+    code, out = invoke("evaluate", str(of_run), f"data.path={other}", "data=text")
+    assert (code, "other.txt" in out) == (0, True)

@@ -48,21 +48,21 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def requests():
     """The paths that were asked of a server, after its URL."""
-    asked = []
+    urls = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
             pass
 
         def do_GET(self) -> None:  # the name that the library calls
-            asked.append(self.path)
+            urls.append(self.path)
             self.send_error(404)
 
         do_HEAD = do_GET  # noqa: N815
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}", asked
+    yield f"127.0.0.1:{server.server_port}", urls
     server.shutdown()
     server.server_close()
 
@@ -72,25 +72,25 @@ def requests():
             "reference://::http://{}/refs.json"],
 )  # fmt: skip
 def test_no_setting_of_a_manifest_or_recipe_connects(here, requests, url):
-    place, asked = requests
-    url = url.format(place)
+    host, urls = requests
+    url = url.format(host)
     make_checkpoint(here / "ck")
     reseal(here / "ck", lambda content: content["config"].update(data="tokens"))
-    words = ("train", "--recipe", "./r.yaml", "--dry-run")
+    args = ("train", "--recipe", "./r.yaml", "--dry-run")
     for name in ("data.path", "data.val_path"):
         reseal(here / "ck", partial(configure, settings={name: url}))
-        code, said = invoke("evaluate", "ck")
-        assert (code, "not supported" in said) == (2, True), said
+        code, out = invoke("evaluate", "ck")
+        assert (code, "not supported" in out) == (2, True), out
         (here / "r.yaml").write_text(f"data: tokens\n{name}: {url}\n")
-        code, said = invoke(*words)
-        assert code == 2, said
+        code, out = invoke(*args)
+        assert code == 2, out
     for name in ("checkpoint.remote", "train.run_dir"):
         (here / "r.yaml").write_text(f"{name}: {url}\n")
-        assert invoke(*words)[0] == 2
+        assert invoke(*args)[0] == 2
     assert invoke("train", "--resume", url, "--dry-run")[0] == 2
     for command in (("inspect-checkpoint", url), ("tokenize", url, "o.bin"), ("sample", url)):
         assert invoke(*command)[0] == 2
-    assert not asked
+    assert not urls
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -99,26 +99,26 @@ def test_bases_of_one_another_are_refused_in_one_line(here, length):
         base = {"path": f"c{(number + 1) % length}", "xxh3": "0", "sampled": "0"}
         make_checkpoint(here / f"c{number}")
         reseal(here / f"c{number}", partial(put, name="base", value=base))
-    for words in (
+    for args in (
         ("verify-checkpoint", "c0"), ("consolidate-checkpoint", "c0", "out"),
         ("sample", "c0", "--tokens", "2"), ("evaluate", "c0"),
         ("train", "model=hf", "model.path=c0", "data=text", f"data.path={make_text(here)}",
          "--dry-run"),
     ):  # fmt: skip
-        code, said = invoke(*words)
-        assert code in (2, 4), said
-        assert "name one another" in said
+        code, out = invoke(*args)
+        assert code in (2, 4), out
+        assert "name one another" in out
 
 
 @pytest.mark.parametrize("config", [[], {"data": 1}, {"data.path": ["x"]}, {"data.path": None}])
 def test_settings_of_a_manifest_that_are_no_text_are_refused(here, config):
     make_checkpoint(here / "ck")
     reseal(here / "ck", partial(put, name="config", value=config))
-    code, said = invoke("evaluate", "ck")
-    assert (code, "manifest.json" in said) == (4, True), said
+    code, out = invoke("evaluate", "ck")
+    assert (code, "manifest.json" in out) == (4, True), out
 
 
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("args", [
     ("train", "data=tokens", "data.path=ftp://user:S3CR3T@127.0.0.1:9/t.bin"),
     ("train", "data.vla_path=s3://user:S3CR3T@bucket/t.bin"),
     ("train", "--resume", "s3://user:S3CR3T@bucket/x"), ("train", "--reume=https://h/x?sig=S3CR3T"),
@@ -127,9 +127,9 @@ def test_settings_of_a_manifest_that_are_no_text_are_refused(here, config):
     ("inspect-checkpoint", "s3://b/x?X-Amz-Credential=S3CR3T"), ("s3://user:S3CR3T@bucket", "x"),
 ])  # fmt: skip
 def test_a_secret_on_the_command_line_is_neither_printed_nor_written(
-    here, monkeypatch, capfd, words
+    here, monkeypatch, capfd, args
 ):
-    monkeypatch.setattr(sys, "argv", ["fsdpctl", *words])
+    monkeypatch.setattr(sys, "argv", ["fsdpctl", *args])
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(SystemExit, match="2"):
         app.main()
@@ -140,8 +140,8 @@ def test_a_secret_on_the_command_line_is_neither_printed_nor_written(
 
 
 def test_a_prompt_may_have_any_url(monkeypatch, capfd):
-    words = ["sample", "nothing", "--prompt", "https://me:you@host/x?token=1"]
-    monkeypatch.setattr(sys, "argv", ["fsdpctl", *words])
+    args = ["sample", "nothing", "--prompt", "https://me:you@host/x?token=1"]
+    monkeypatch.setattr(sys, "argv", ["fsdpctl", *args])
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(SystemExit):
         app.main()
@@ -151,13 +151,13 @@ def test_a_prompt_may_have_any_url(monkeypatch, capfd):
 def test_a_secret_in_a_recipe_or_manifest_is_not_printed(here):
     for url in ("s3://u:S3CR3T@b/x:1,y:2", "gs://b/x?X-Goog-Signature=S3CR3T"):
         (here / "r.yaml").write_text(f"data: tokens\ndata.path: {url}\n")
-        code, said = invoke("train", "--recipe", "./r.yaml", "--print-config")
-        assert (code, "S3CR3T" in printable(said)) == (2, False)
+        code, out = invoke("train", "--recipe", "./r.yaml", "--print-config")
+        assert (code, "S3CR3T" in printable(out)) == (2, False)
     make_checkpoint(here / "ck")
     path = {"data.path": "s3://u:S3CR3T@b/x"}
     reseal(here / "ck", lambda content: content["config"].update(path))
-    code, said = invoke("train", "model=hf", "model.path=ck", "--dry-run")
-    assert "S3CR3T" not in said
+    code, out = invoke("train", "model=hf", "model.path=ck", "--dry-run")
+    assert "S3CR3T" not in out
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_a_secret_in_a_recipe_or_manifest_is_not_printed(here):
 )  # fmt: skip
 def test_the_name_of_a_converted_file_stays_in_its_comment(here, name):
     (here / name).write_text(YAML + "micro_batch_size: 1\n")
-    code, said = invoke("convert", name, "--out", "o.yaml")
-    assert code == 0, said
+    code, out = invoke("convert", name, "--out", "o.yaml")
+    assert code == 0, out
     written = (here / "o.yaml").read_text()
     assert "train.steps" not in yaml.safe_load(written)
     assert written.replace("\n", "").isprintable()
@@ -176,25 +176,25 @@ def test_the_name_of_a_converted_file_stays_in_its_comment(here, name):
 def test_values_of_a_converted_file_are_printed_in_escapes(here):
     for value in ('"\\x9b31mRED"', '"a\\u2028b"', '"\\u202Ex"', '"\\e]0;TITLE\\a"'):
         (here / "x.yaml").write_text(YAML.replace("NousResearch/Meta-Llama-3.1-8B", value))
-        code, said = invoke("convert", "x.yaml")
-        assert (code, said.replace("\n", "").isprintable()) == (0, True), said
+        code, out = invoke("convert", "x.yaml")
+        assert (code, out.replace("\n", "").isprintable()) == (0, True), out
         assert invoke("convert", "x.yaml", "--out", "o.yaml")[0] == 0
         assert yaml.safe_load((here / "o.yaml").read_text())["model.path"] == yaml.safe_load(value)
         (here / "o.yaml").unlink()
 
 
 @pytest.mark.parametrize(
-    "word", ["nonsense", "modle=x", "launch.nnodes=x", "train.context_parallel=0",
+    "arg", ["nonsense", "modle=x", "launch.nnodes=x", "train.context_parallel=0",
              "train.context_parallel=x", "strategy=full_shrad", "train.steps=1.5",
              "optimizer.lr=many", "+x=1", "model.lora=1", "train=3"],
 )  # fmt: skip
-def test_words_of_convert_are_those_of_train(here, word):
+def test_words_of_convert_are_those_of_train(here, arg):
     (here / "x.yaml").write_text(YAML)
-    for words in (("convert", "x.yaml", word), ("train", "--from", "x.yaml", word)):
-        code, said = invoke(*words)
-        assert ((code, "\n" in said), word.partition("=")[0] in said) == ((2, False), True), said
-    code, said = invoke("convert", "x.yaml", "train.steps=1", "train.steps=2")
-    assert (code, "set twice" in said) == (2, True)
+    for args in (("convert", "x.yaml", arg), ("train", "--from", "x.yaml", arg)):
+        code, out = invoke(*args)
+        assert ((code, "\n" in out), arg.partition("=")[0] in out) == ((2, False), True), out
+    code, out = invoke("convert", "x.yaml", "train.steps=1", "train.steps=2")
+    assert (code, "set twice" in out) == (2, True)
 
 
 STEP: dict[str, Any] = {"step": 2, "samples": 8, "loss": 1.0, "grad_norm": 1.0}
@@ -215,9 +215,9 @@ LINES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def run(here):
     run_dir = make_run(here / "run")
-    words = [*TINY_MODEL, "data=text", f"data.path={make_text(here)}", "train.seq_len=16",
+    args = [*TINY_MODEL, "data=text", f"data.path={make_text(here)}", "train.seq_len=16",
              "train.global_batch_size=4", "launch.nproc_per_node=1"]  # fmt: skip
-    (run_dir / RUN_CONFIG).write_text(config_to_yaml(compose_config(words).config))
+    (run_dir / RUN_CONFIG).write_text(config_to_yaml(compose_config(args).config))
     return run_dir
 
 
@@ -236,8 +236,8 @@ def test_records_of_other_types_are_corrupted_in_one_line(run, case):
 def test_settings_of_a_run_that_cannot_be_are_refused_in_one_line(run, setting):
     write_lines(run, STEP)
     name, _, text = setting.partition("=")
-    words = yaml.safe_load((run / RUN_CONFIG).read_text()) | {name: text}
-    (run / RUN_CONFIG).write_text(yaml.safe_dump(words))
+    content = yaml.safe_load((run / RUN_CONFIG).read_text()) | {name: text}
+    (run / RUN_CONFIG).write_text(yaml.safe_dump(content))
     with pytest.raises(UsageError, match=name) as caught:
         samples_of_step(run, 2)
     assert "\n" not in str(caught.value)
@@ -246,8 +246,8 @@ def test_settings_of_a_run_that_cannot_be_are_refused_in_one_line(run, setting):
 @pytest.mark.parametrize("text", ["auto", "none"])
 def test_the_number_of_steps_of_a_run_may_be_open(run, text):
     (run / RUN_CONFIG).write_text(f"train.steps: {text}\n")
-    code, said = invoke("status", "run")
-    assert code == 0, said
+    code, out = invoke("status", "run")
+    assert code == 0, out
 
 
 def test_a_rejected_step_is_shown(run):
@@ -275,18 +275,18 @@ def test_deep_directories_in_other_places_are_one_line(deep, run, monkeypatch, c
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     os.rename(deep, "run/checkpoints/step-00000001.tmp-1")
     remove_interrupted_saves(run / "checkpoints")
-    os.rename("run/checkpoints/step-00000001.tmp-1", place := "run/logs/deep")
-    for words in (
+    os.rename("run/checkpoints/step-00000001.tmp-1", path := "run/logs/deep")
+    for args in (
         ("status", "run"),
-        ("estimate-memory", "--from", place),
-        ("sample", place),
-        ("tokenize", place, "t.bin"),
+        ("estimate-memory", "--from", path),
+        ("sample", path),
+        ("tokenize", path, "t.bin"),
     ):
-        monkeypatch.setattr(sys, "argv", ["fsdpctl", *words])
+        monkeypatch.setattr(sys, "argv", ["fsdpctl", *args])
         with pytest.raises(SystemExit, match="2"):
             app.main()
         assert capfd.readouterr().err.count("\n") == 1
-    os.rename(place, deep)
+    os.rename(path, deep)
 
 
 @pytest.mark.parametrize(
@@ -294,23 +294,23 @@ def test_deep_directories_in_other_places_are_one_line(deep, run, monkeypatch, c
 )
 @pytest.mark.parametrize("kind", ["pipe", "socket", "file"])
 def test_what_has_the_name_of_a_checkpoint_is_a_directory(run, here, name, kind):
-    place = run / "checkpoints" / name
+    path = run / "checkpoints" / name
     if kind == "pipe":
-        os.mkfifo(place)
+        os.mkfifo(path)
     elif kind == "socket":
-        os.chdir(place.parent)
+        os.chdir(path.parent)
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(name)
         os.chdir(here)
     else:
-        place.write_text("")
-    for words in (
+        path.write_text("")
+    for args in (
         ("status", "run"),
         ("train", "train.run_dir=run", "--dry-run"),
         ("sample", "run"),
     ):
-        code, said = invoke(*words)
-        assert (code, f"{name}: expected a directory" in said) == (2, True), said
+        code, out = invoke(*args)
+        assert (code, f"{name}: expected a directory" in out) == (2, True), out
 
 
 def test_many_tensors_are_printed_as_few_are(here, monkeypatch):
@@ -327,12 +327,12 @@ def test_json_of_a_manifest_has_no_control_characters(here):
     make_checkpoint(here / "ck")
     config = {"model": "a\x9b31m\u202e\nb"}
     reseal(here / "ck", lambda content: content["config"].update(config))
-    code, said = invoke("inspect-checkpoint", "ck", "--json")
-    assert (code, said.replace("\n", "").isprintable()) == (0, True)
-    assert json.loads(said)["config"]["model"] == config["model"]
-    said = invoke("inspect-checkpoint", "ck")[1]
-    assert said.replace("\n", "").isprintable()
-    assert not any(line.startswith("b") for line in said.splitlines())
+    code, out = invoke("inspect-checkpoint", "ck", "--json")
+    assert (code, out.replace("\n", "").isprintable()) == (0, True)
+    assert json.loads(out)["config"]["model"] == config["model"]
+    out = invoke("inspect-checkpoint", "ck")[1]
+    assert out.replace("\n", "").isprintable()
+    assert not any(line.startswith("b") for line in out.splitlines())
 
 
 def test_links_of_a_data_directory_stay_inside(here):
@@ -341,13 +341,13 @@ def test_links_of_a_data_directory_stay_inside(here):
     (data / "inner").mkdir(parents=True)
     (data / "inner" / "a.txt").write_text("text " * 200)
     (data / "b.txt").symlink_to("inner/a.txt")
-    words = ("train", *TINY_MODEL, "data=text", "train.seq_len=16", "--dry-run")
-    assert invoke(*words, "data.path=data")[0] == 0
+    args = ("train", *TINY_MODEL, "data=text", "train.seq_len=16", "--dry-run")
+    assert invoke(*args, "data.path=data")[0] == 0
     (data / "inner" / "c.txt").symlink_to(outside)
-    code, said = invoke(*words, "data.path=data")
+    code, out = invoke(*args, "data.path=data")
     problem = f"inner/c.txt links to {outside}, outside the directory"
-    assert (code, problem in said) == (2, True), said
-    assert invoke(*words, "data.path=data/inner/*")[0] == 0
+    assert (code, problem in out) == (2, True), out
+    assert invoke(*args, "data.path=data/inner/*")[0] == 0
 
 
 def test_attached_templates_in_their_directory_are_known_to_status(here):

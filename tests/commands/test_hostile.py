@@ -70,8 +70,8 @@ def tokens(originals: Path, tmp_path: Path) -> Path:
     return tmp_path / "t.bin"
 
 
-def dry_run(tmp_path: Path, *words: str) -> tuple[int, str]:
-    return invoke("train", "--dry-run", f"train.run_dir={tmp_path / 'run'}", *words)
+def dry_run(tmp_path: Path, *args: str) -> tuple[int, str]:
+    return invoke("train", "--dry-run", f"train.run_dir={tmp_path / 'run'}", *args)
 
 
 def every_reader(path: Path, tmp_path: Path) -> list[tuple[int, str]]:
@@ -94,11 +94,11 @@ ATTACHMENTS = [
 
 @pytest.mark.parametrize("name", some_of(ATTACHMENTS))
 def test_an_attachment_is_a_file_of_the_checkpoint(checkpoint, tmp_path, name):
-    about = {name: {"size": 1, "xxh3": ""}}
-    reseal(checkpoint, lambda content: content["attachments"].update(about))
+    options = {name: {"size": 1, "xxh3": ""}}
+    reseal(checkpoint, lambda content: content["attachments"].update(options))
     before = everything_in(tmp_path)
-    for code, said in every_reader(checkpoint, tmp_path):
-        assert (code, "manifest.json" in said) == (4, True), said
+    for code, out in every_reader(checkpoint, tmp_path):
+        assert (code, "manifest.json" in out) == (4, True), out
     assert everything_in(tmp_path).keys() - before.keys() == {"words.txt"}
 
 
@@ -113,8 +113,8 @@ def test_links_out_of_a_checkpoint_are_not_followed(checkpoint, tmp_path):
         copy = Path(shutil.copytree(checkpoint, tmp_path / name / "c"))
         (copy / name).rename(tmp_path / f"aside-{name}")
         (copy / name).symlink_to(tmp_path / f"aside-{name}")
-        for code, said in every_reader(copy, tmp_path):
-            assert (code, "outside its directory" in said) == (4, True), (name, said)
+        for code, out in every_reader(copy, tmp_path):
+            assert (code, "outside its directory" in out) == (4, True), (name, out)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_an_index_names_files_beside_it(hugging_face, tmp_path, name):
     content = json.loads(index.read_text())
     content["weight_map"] = dict.fromkeys(content["weight_map"], name)
     index.write_text(json.dumps(content))
-    code, said = dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")
-    assert (code, "index.json" in said, "not a valid file name" in said) == (4, True, True)
+    code, out = dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")
+    assert (code, "index.json" in out, "not a valid file name" in out) == (4, True, True)
 
 
 MANIFESTS = {
@@ -164,8 +164,8 @@ def test_a_manifest_of_other_types_is_damaged(checkpoint, tmp_path, case):
     reseal(checkpoint, MANIFESTS[case])
     answers = every_reader(checkpoint, tmp_path)
     of_words = case in ("a layer too many", "a word is unknown")  # tensors are read without them
-    for code, said in answers[2:] if of_words else answers:
-        assert (code, "\n" in said.strip()) == (4, False), said
+    for code, message in answers[2:] if of_words else answers:
+        assert (code, "\n" in message.strip()) == (4, False), message
 
 
 HEADERS = {
@@ -204,8 +204,8 @@ def spans(header, value):
 @pytest.mark.parametrize("case", some_of(HEADERS))
 def test_a_header_of_other_types_is_damaged(checkpoint, tmp_path, case):
     refit_header(checkpoint, HEADERS[case])
-    for code, said in every_reader(checkpoint, tmp_path):
-        assert (code, RANK_FILE in said) == (4, True), said
+    for code, out in every_reader(checkpoint, tmp_path):
+        assert (code, RANK_FILE in out) == (4, True), out
 
 
 @pytest.mark.parametrize("text", [DEEP, b"{}", b"[]", b"null", b"\xff", b'{"a":' * 10**5])
@@ -219,8 +219,8 @@ def test_a_header_that_is_something_else_is_damaged(checkpoint, hugging_face, tm
 def test_a_key_that_is_there_twice_is_damage(checkpoint, tmp_path):
     text, _ = read_header(checkpoint / RANK_FILE)
     write_refitted(checkpoint, text.replace(b'"dtype":"F32"', b'"dtype":"F16","dtype":"F32"', 1))
-    for code, said in every_reader(checkpoint, tmp_path):
-        assert (code, "duplicate field `dtype`" in said) == (4, True), said
+    for code, out in every_reader(checkpoint, tmp_path):
+        assert (code, "duplicate field `dtype`" in out) == (4, True), out
 
 
 @pytest.mark.parametrize("byte", some_of(range(0, 400, 40)))
@@ -249,9 +249,9 @@ def test_a_config_json_that_nobody_means_is_refused(hugging_face, tmp_path, case
     if isinstance(change, dict):
         change = json.dumps(json.loads(file.read_text()) | change).encode()
     file.write_bytes(change)
-    code, said = dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")
-    assert (code, "\n" in said.strip()) == (2, False), said
-    assert str(hugging_face) in said or "model." in said
+    code, out = dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")
+    assert (code, "\n" in out.strip()) == (2, False), out
+    assert str(hugging_face) in out or "model." in out
 
 
 def tokenizer_json(**changes: object) -> bytes:
@@ -275,9 +275,9 @@ TOKENIZERS = {
 def test_a_tokenizer_that_nobody_means_is_refused(tmp_path, capfd, case):
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_bytes(TOKENIZERS[case])
-    words = ["data=text", f"data.path={make_text(tmp_path)}", f"data.tokenizer={tmp_path / 'tok'}"]
-    code, said = dry_run(tmp_path, *words)
-    assert (code, "tokenizer" in said, "\n" in said.strip()) == (2, True, False), said
+    args = ["data=text", f"data.path={make_text(tmp_path)}", f"data.tokenizer={tmp_path / 'tok'}"]
+    code, out = dry_run(tmp_path, *args)
+    assert (code, "tokenizer" in out, "\n" in out.strip()) == (2, True, False), out
     assert "panicked" not in capfd.readouterr().err
 
 
@@ -286,8 +286,8 @@ def test_files_that_are_pipes_or_too_large_are_not_waited_for(checkpoint, huggin
         copy = Path(shutil.copytree(checkpoint, tmp_path / name / "c"))
         (copy / name).unlink()
         os.mkfifo(copy / name)
-        for code, said in every_reader(copy, tmp_path):
-            assert (code, name in said) == (4, True), said
+        for code, out in every_reader(copy, tmp_path):
+            assert (code, name in out) == (4, True), out
     (hugging_face / "model.safetensors.index.json").unlink()
     os.mkfifo(hugging_face / "model.safetensors")
     assert dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")[0] in (2, 4)
@@ -321,40 +321,40 @@ TOKEN_FILES = {
 
 @pytest.mark.parametrize("case", TOKEN_FILES)
 def test_a_token_file_is_what_its_header_says(tokens, tmp_path, case):
-    spoil, word = TOKEN_FILES[case]
+    spoil, arg = TOKEN_FILES[case]
     assert dry_run(tmp_path, "data=tokens", f"data.path={tokens}")[0] == 0
     spoil(tokens)
-    code, said = dry_run(tmp_path, "data=tokens", f"data.path={tokens}")
-    assert (code, word in said) == (2, True), said
+    code, out = dry_run(tmp_path, "data=tokens", f"data.path={tokens}")
+    assert (code, arg in out) == (2, True), out
 
 
-@pytest.mark.parametrize("word", [
+@pytest.mark.parametrize("arg", [
     "model.num_layers=1e5", "train.global_batch_size=1e9", "model.vocab_size=9007199254740992",
     "model.hidden_size=1e15", "train.seq_len=1e12", "launch.nproc_per_node=1e9",
     "launch.nnodes=1e9", "accumulation.steps=1e12",
 ])  # fmt: skip
-def test_what_no_machine_can_hold_is_refused(tmp_path, word):
-    code, said = dry_run(tmp_path, word)
-    assert (code, f"{word}: expected" in said) == (2, True), said
+def test_what_no_machine_can_hold_is_refused(tmp_path, arg):
+    code, out = dry_run(tmp_path, arg)
+    assert (code, f"{arg}: expected" in out) == (2, True), out
 
 
 def test_folders_may_be_deep(tmp_path):
-    place = tmp_path / "data"
-    deep = str(place)
+    folder = tmp_path / "data"
+    deep = str(folder)
     for _ in range(1100):  # Python's own way calls itself as often
         os.mkdir(deep)
         deep += "/d"
     make_text(Path(deep).parent)
     try:
-        assert dry_run(tmp_path, "data=text", f"data.path={place}")[0] == 0
-        code, said = dry_run(tmp_path, "data=text", f"data.path={place}/**/*.txt")
-        assert (code, "\n" in said.strip()) == (2, False), said
+        assert dry_run(tmp_path, "data=text", f"data.path={folder}")[0] == 0
+        code, out = dry_run(tmp_path, "data=text", f"data.path={folder}/**/*.txt")
+        assert (code, "\n" in out.strip()) == (2, False), out
     finally:
-        subprocess.run(["rm", "-rf", place], check=True)
+        subprocess.run(["rm", "-rf", folder], check=True)
 
 
 def test_the_screen_is_not_steered_by_names_of_others(checkpoint, capsys):
     attach(checkpoint, "a.json", b"{}")
     reseal(checkpoint, lambda content: content["config"].update({"model": "\x1b[2J\x9bX"}))
-    code, said = invoke("inspect-checkpoint", str(checkpoint))
-    assert (code, "\x1b" in said, "\x9b" in said) == (0, False, False)
+    code, out = invoke("inspect-checkpoint", str(checkpoint))
+    assert (code, "\x1b" in out, "\x9b" in out) == (0, False, False)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from fsdpctl.commands.status import read_status
-from tests.commands.run import command, environment, figures, fsdpctl, words
+from tests.commands.run import command, environment, figures, fsdpctl, run_args
 
 pytestmark = pytest.mark.slow
 LONG = 100_000
@@ -28,10 +28,10 @@ def heard() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def start(folder: Path, steps: int = LONG, *more: str, **about: Any) -> subprocess.Popen[str]:
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **about}
+def start(folder: Path, steps: int = LONG, *more: str, **kwargs: Any) -> subprocess.Popen[str]:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **kwargs}
     return subprocess.Popen(
-        command("train", *words(folder, steps, *more)), cwd=folder, text=True, env=environment(),
+        command("train", *run_args(folder, steps, *more)), cwd=folder, text=True, env=environment(),
         preexec_fn=heard, **streams,
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
 
 
 def test_a_run_whose_output_cannot_be_written_is_complete(tmp_path):
-    typed = command("train", *words(tmp_path, 30))
+    typed = command("train", *run_args(tmp_path, 30))
     with open("/dev/full", "w") as full:
         done = subprocess.run(typed, cwd=tmp_path, env=environment(), stdout=full)
     assert done.returncode == 1
@@ -84,7 +84,7 @@ def test_a_run_whose_output_cannot_be_written_is_complete(tmp_path):
 
 @pytest.mark.parametrize("nohup", [True, False])
 def test_a_closed_terminal_does_not_end_a_run_without_saving(tmp_path, nohup):
-    typed = command("train", *words(tmp_path, 120 if nohup else LONG))
+    typed = command("train", *run_args(tmp_path, 120 if nohup else LONG))
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
@@ -111,7 +111,7 @@ def test_a_closed_terminal_does_not_end_a_run_without_saving(tmp_path, nohup):
 @pytest.mark.parametrize("way", ["closed", "unread"])
 def test_a_closed_output_stops_no_run_and_ctrl_c_saves_and_exits_with_130(tmp_path, way):
     if way == "closed":
-        line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, LONG)))
+        line = " ".join(f"'{arg}'" for arg in command("train", *run_args(tmp_path, LONG)))
         process = subprocess.Popen(
             ["bash", "-c", f"exec {line} 2>&-"], cwd=tmp_path, env=environment(), text=True,
             preexec_fn=heard, stdout=subprocess.DEVNULL,
@@ -133,8 +133,8 @@ def test_ctrl_c_at_the_start_shows_no_traceback(tmp_path, seconds):
     process = start(tmp_path)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    code, said = ended(process)
-    assert (code, "Traceback" in said) == (130, False), said
+    code, out = ended(process)
+    assert (code, "Traceback" in out) == (130, False), out
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
@@ -143,8 +143,8 @@ def test_a_signal_after_the_last_save_is_not_a_failure(tmp_path, name):
     last = tmp_path / "run" / "checkpoints" / "step-00000030"
     wait_for(last.exists)
     process.send_signal(signal.Signals[name])
-    code, said = ended(process)
-    assert (code, "done: run" in said) == (0, True), said
+    code, out = ended(process)
+    assert (code, "done: run" in out) == (0, True), out
 
 
 def test_a_suspended_rank_is_killed_with_its_launcher(tmp_path):
@@ -160,17 +160,17 @@ def test_a_suspended_rank_is_killed_with_its_launcher(tmp_path):
         return all(each.status() == psutil.STATUS_ZOMBIE for each in living)
 
     wait_for(are_gone, 5)
-    code, said = ended(start(tmp_path, 60))
-    assert (code, "resumes at step 25" in said or "resumes at step" in said) == (0, True), said
+    code, out = ended(start(tmp_path, 60))
+    assert (code, "resumes at step 25" in out or "resumes at step" in out) == (0, True), out
 
 
 def test_a_suspended_rank_is_named_and_not_the_rank_that_waits(tmp_path):
     process = start(tmp_path, LONG, "launch.timeout=10", "launch.hang_timeout=99")
     wait_for(has_stepped(tmp_path))
     ranks_of(process)[1].suspend()
-    code, said = ended(process, 120)
-    assert (code, "ranks timed out waiting for others" in said) == (1, True)
-    assert "rank 0 on" not in said
+    code, out = ended(process, 120)
+    assert (code, "ranks timed out waiting for others" in out) == (1, True)
+    assert "rank 0 on" not in out
 
 
 @pytest.mark.parametrize("way", ["deleted", "moved", "without its metrics"])
@@ -184,14 +184,14 @@ def test_a_run_whose_directory_is_lost_fails_at_once(tmp_path, way):
         run.rename(tmp_path / "elsewhere")
     else:
         (run / "metrics.jsonl").unlink()
-    code, said = ended(process, 30)
+    code, out = ended(process, 30)
     assert code == 1
-    said = " ".join(re.sub("[│\n]", " ", said).split())
-    assert "deleted or moved during the run" in said
-    assert "Traceback" not in said
+    out = " ".join(re.sub("[│\n]", " ", out).split())
+    assert "deleted or moved during the run" in out
+    assert "Traceback" not in out
     keeps = way == "without its metrics"
-    assert ("run the same command to resume" in said) == keeps
-    assert ("the same command begins again" in said) != keeps
+    assert ("run the same command to resume" in out) == keeps
+    assert ("the same command begins again" in out) != keeps
     assert not (run / "metrics.jsonl").exists()
 
 
@@ -202,7 +202,7 @@ def test_a_full_disk_is_one_panel(tmp_path):
     if mounted.returncode:
         pytest.skip("may not mount")
     try:
-        typed = [word for word in words(tmp_path, 60) if "run_dir" not in word]
+        typed = [arg for arg in run_args(tmp_path, 60) if "run_dir" not in arg]
         result = fsdpctl("train", *typed, f"train.run_dir={disk / 'run'}", cwd=tmp_path)
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -212,7 +212,7 @@ def test_a_full_disk_is_one_panel(tmp_path):
 
 
 def test_a_low_limit_of_open_files_is_raised_or_rejected(tmp_path):
-    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, 5)))
+    line = " ".join(f"'{arg}'" for arg in command("train", *run_args(tmp_path, 5)))
     for limit, code in (("-Sn 40", 0), ("-n 24", 2)):
         result = subprocess.run(
             ["bash", "-c", f"ulimit {limit}; exec {line} --resume never"], cwd=tmp_path,

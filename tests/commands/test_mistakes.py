@@ -211,8 +211,8 @@ def answer(world, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("FSDPCTL_QUIET", "1")  # however long an answer takes
 
-    def typed(words: list[str]) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["fsdpctl", *words])
+    def typed(args: list[str]) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["fsdpctl", *args])
         before = sorted(world.rglob("*"))
         with pytest.raises(SystemExit) as ended:
             main()
@@ -226,9 +226,11 @@ def answer(world, monkeypatch, capsys):
 @pytest.mark.parametrize(("typed", "parts"), [(typed, parts) for typed, *parts in TABLE])
 def test_a_mistake_has_an_answer_of_one_line(answer, typed, parts):
     first, *rest = typed.split()
-    names = {word.partition("=")[0] for word in rest}
-    kept = [word for word in BEGINNINGS.get(first, [first]) if word.partition("=")[0] not in names]
-    code, line = answer([*kept, *rest])
+    names = {arg.partition("=")[0] for arg in rest}
+    remaining = [
+        arg for arg in BEGINNINGS.get(first, [first]) if arg.partition("=")[0] not in names
+    ]
+    code, line = answer([*remaining, *rest])
     assert (code, [part for part in parts if part not in line]) == (2, []), line
 
 
@@ -244,38 +246,38 @@ def test_an_odd_value_of_config_json_is_named(answer, world, tmp_path, change, p
 
 def test_what_has_no_effect_is_printed(world, monkeypatch):
     monkeypatch.chdir(world)
-    words = [*TEXT, "launch.device=cpu", "strategy=fsdp"]
-    code, said = invoke(*words)
-    assert (code, "strategy=fsdp: runs as full_shard" in said) == (0, True)
-    code, said = invoke(*words, "cluster=2xh100")
-    assert (code, said.partition(" CPU")[0]) == (2, "cluster=2xh100: this machine is a")
+    args = [*TEXT, "launch.device=cpu", "strategy=fsdp"]
+    code, out = invoke(*args)
+    assert (code, "strategy=fsdp: runs as full_shard" in out) == (0, True)
+    code, out = invoke(*args, "cluster=2xh100")
+    assert (code, out.partition(" CPU")[0]) == (2, "cluster=2xh100: this machine is a")
 
 
 def test_heads_of_gpt2_are_set_by_one_key(world, monkeypatch):
     monkeypatch.chdir(world)
-    words = ["model=gpt2", "model.num_heads=4", "model.num_layers=1", "data.path=words.txt"]
-    code, said = invoke("train", "--dry-run", *words)
-    assert code == 0, said
+    args = ["model=gpt2", "model.num_heads=4", "model.num_layers=1", "data.path=words.txt"]
+    code, out = invoke("train", "--dry-run", *args)
+    assert code == 0, out
 
 
-@pytest.mark.parametrize(("code", "words", "said"), [
+@pytest.mark.parametrize(("code", "args", "error"), [
     (1, ["compare-runs", "one", "two", "--assert-equal"], "differ"),
     (2, ["train", "train.stepz=3"], "train.stepz: no such key; did you mean"),
     (2, ["train", "--recipe", "quick", "--recipe=quick"], "--recipe: given 2 times; pass it once"),
     (3, [*BEGINNINGS["run"], "launch.device=cpu", "cluster.memory=2MiB"], "2.0 MiB available"),
     (4, ["verify-checkpoint", "cut"], "cut"),
 ])  # fmt: skip
-def test_a_command_ends_with_its_exit_code(answer, code, words, said):
+def test_a_command_ends_with_its_exit_code(answer, code, args, error):
     """The others: 0, 75, 76 and 130 in test_run.py and test_requests.py, 77 in test_self_check."""
-    found, line = answer([*words, "-q"])
-    assert (found, said in line) == (code, True), line
+    result, line = answer([*args, "-q"])
+    assert (result, error in line) == (code, True), line
 
 
-@pytest.mark.parametrize(("typed", "kept", "is_quiet"), [
+@pytest.mark.parametrize(("typed", "expected", "is_quiet"), [
     ("train -q a=1", "train a=1", True), ("--quiet train", "train", True),
     ("train", "train", False), ("sample m --prompt -q", "sample m --prompt -q", False),
 ])  # fmt: skip
-def test_quiet_may_have_any_place_and_is_no_prompt(monkeypatch, typed, kept, is_quiet):
+def test_quiet_may_have_any_place_and_is_no_prompt(monkeypatch, typed, expected, is_quiet):
     seen: list[list[str]] = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("fsdpctl.commands.app.app", lambda args, **_: seen.append(args))
@@ -283,28 +285,28 @@ def test_quiet_may_have_any_place_and_is_no_prompt(monkeypatch, typed, kept, is_
     monkeypatch.setattr("sys.argv", ["fsdpctl", *typed.split()])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert (ended.value.code, seen) == (0, [kept.split()])
+    assert (ended.value.code, seen) == (0, [expected.split()])
     assert bool(os.environ["FSDPCTL_QUIET"]) == is_quiet
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def args(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return [*TINY, f"data.path={make_text(tmp_path)}", "train.steps=10"]
 
 
-@pytest.mark.parametrize(("count", "fraction", "said"), [
+@pytest.mark.parametrize(("count", "fraction", "error"), [
     (533, 0, "1,599 tokens are too few to train on; expected"),
     (534, 0.02, "1,570 tokens are too few to train on (data.val_fraction=0.02 keeps 32 more"),
 ], ids=["whole", "shared"])  # fmt: skip
 def test_too_little_data_is_refused_unless_the_length_is_set(
-    words, tmp_path, count, fraction, said
+    args, tmp_path, count, fraction, error
 ):
     (tmp_path / "words.txt").write_text("abc" * count)
-    kept = [word for word in words if not word.startswith(("train.seq_len", "data.val_fraction"))]
-    little = [*kept, f"data.val_fraction={fraction}", "--dry-run"]
+    remaining = [arg for arg in args if not arg.startswith(("train.seq_len", "data.val_fraction"))]
+    little = [*remaining, f"data.val_fraction={fraction}", "--dry-run"]
     code, text = invoke("train", *little)
-    assert (code, said in text, "set train.seq_len" in text, "\n" in text.strip()) == (
+    assert (code, error in text, "set train.seq_len" in text, "\n" in text.strip()) == (
         2, True, True, False,
     ), text  # fmt: skip
     code, text = invoke("train", *little, "train.seq_len=2")
@@ -319,24 +321,24 @@ def test_too_few_chats_train_with_a_warning(tmp_path):
     assert "of 64 tokens (default)" in text
 
 
-def test_dry_run_shows_the_plan_and_writes_nothing(words, tmp_path):
-    code, said = invoke("train", "--dry-run", *words)
+def test_dry_run_shows_the_plan_and_writes_nothing(args, tmp_path):
+    code, out = invoke("train", "--dry-run", *args)
     assert code == 0
     for part in ("per rank, estimated", "it would run", r"cpu \(default\), \d+ threads? each on "):
-        assert re.search(part, said)
+        assert re.search(part, out)
     assert [each.name for each in tmp_path.iterdir()] == ["words.txt"]
 
 
 @pytest.mark.slow
-def test_dry_run_of_a_large_model_needs_no_memory(words):
-    code, said = invoke("train", "--dry-run", "model=llama3_405b", "launch.nproc_per_node=8",
-                     "data=text", f"data.path={Path('words.txt').resolve()}",
+def test_dry_run_of_a_large_model_needs_no_memory(args):
+    code, out = invoke("train", "--dry-run", "model=llama3_405b", "launch.nproc_per_node=8",
+                     "data=text", f"data.path={Path('args.txt').resolve()}",
                      "train.require_fit=false")  # fmt: skip
-    assert (code, "405.8" in said) == (0, True)
+    assert (code, "405.8" in out) == (0, True)
 
 
-def test_print_config_is_a_recipe(words, tmp_path):
-    code, printed = invoke("train", "--print-config", *words)
+def test_print_config_is_a_recipe(args, tmp_path):
+    code, printed = invoke("train", "--print-config", *args)
     assert code == 0
     (tmp_path / "mine.yaml").write_text(printed)
     code, again = invoke("train", "--print-config", "--recipe", "mine.yaml")
@@ -346,25 +348,25 @@ def test_print_config_is_a_recipe(words, tmp_path):
 
 
 def test_list_shows_choices_and_keys():
-    code, said = invoke("list")
-    assert (code, "quick" in said, "full_shard" in said) == (0, True, True)
+    code, out = invoke("list")
+    assert (code, "quick" in out, "full_shard" in out) == (0, True, True)
     for group in ("model", "strategy", "train", "data", "checkpoint"):
-        code, said = invoke("list", group)
-        assert (code, f"{group}." in said) == (0, True)
+        code, out = invoke("list", group)
+        assert (code, f"{group}." in out) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["data.packing", "checkpoint.every", "model.lora"])
 def test_list_shows_a_key_or_the_keys_of_a_subsection(name):
-    code, said = invoke("list", name)
-    assert (code, f"{name}" in said, "data.path" in said) == (0, True, False)
-    code, said = invoke("list", name, "--json")
-    assert all(each["name"].startswith(name) for each in json.loads(said)[0]["keys"])
+    code, out = invoke("list", name)
+    assert (code, f"{name}" in out, "data.path" in out) == (0, True, False)
+    code, out = invoke("list", name, "--json")
+    assert all(each["name"].startswith(name) for each in json.loads(out)[0]["keys"])
 
 
 def test_every_command_has_a_help_text():
     for name in COMMANDS:
-        code, said = invoke(name, "--help")
-        assert (code, "Usage" in said, "--help" in said) == (0, True, True)
+        code, out = invoke(name, "--help")
+        assert (code, "Usage" in out, "--help" in out) == (0, True, True)
     assert "Hugging Face directory" in " ".join(invoke("sample", "--help")[1].split())
 
 
@@ -374,6 +376,6 @@ def test_tokenize_makes_what_data_tokens_takes(tmp_path, monkeypatch):
     assert invoke("tokenize", "words.txt", "words.bin")[0] == 0
     header = json.loads(Path("words.json").read_text())
     assert (header["dtype"], header["tokenizer"]) == ("uint16", "bytes")
-    tiny = [word for word in TINY if word != "data=text"]
-    code, said = invoke("train", "--dry-run", *tiny, "data=tokens", "data.path=words.bin")
-    assert (code, "(bytes)" in said) == (0, True)
+    tiny = [arg for arg in TINY if arg != "data=text"]
+    code, out = invoke("train", "--dry-run", *tiny, "data=tokens", "data.path=words.bin")
+    assert (code, "(bytes)" in out) == (0, True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.run import command, environment, figures, fsdpctl, make_text, words
+from tests.commands.run import command, environment, figures, fsdpctl, make_text, run_args
 from tests.commands.test_interruptions import ended, has_stepped, wait_for
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ class Run:
     ) -> subprocess.Popen[str]:
         paths = f"{self.folder / 'planted'}:{environment()['PYTHONPATH']}"
         self.process = subprocess.Popen(
-            command("train", *words(self.folder, steps, *more)), cwd=self.folder, text=True,
+            command("train", *run_args(self.folder, steps, *more)), cwd=self.folder, text=True,
             env={**environment(), "PYTHONPATH": paths, "SLOW": slow, "AFTER": str(after)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -79,19 +79,19 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """Make a run, and kill it if a test fails."""
-    made = Run(tmp_path)
-    yield made
-    if made.process is not None:
-        made.process.kill()
-        made.process.communicate()
+    run_ = Run(tmp_path)
+    yield run_
+    if run_.process is not None:
+        run_.process.kill()
+        run_.process.communicate()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float | None, float | None]]:
     """Return the values of 40 undisturbed steps."""
     run = Run(tmp_path_factory.mktemp("whole"))
-    code, said = ended(run.start(40))
-    assert code == 0, said
+    code, out = ended(run.start(40))
+    assert code == 0, out
     return figures(run.dir)
 
 
@@ -111,30 +111,30 @@ def test_a_stopped_validation_is_done_by_the_next_start(run, whole, way, last):
     process = run.start(40, slow="validation", after=3 if last else 0)  # 3 batches in each
     wait_for(run.has_come_to("validation"))
     ask(way, run, process)
-    code, said = ended(process)
+    code, out = ended(process)
     step = 40 if last else 20
-    assert code == 75, said
-    assert re.search(rf"step {step}: validation stopped after \d of 3 batches \(stop req", said)
-    assert f"stopped at step {step} of 40, saved" in said
-    assert "its validation is pending" in said
+    assert code == 75, out
+    assert re.search(rf"step {step}: validation stopped after \d of 3 batches \(stop req", out)
+    assert f"stopped at step {step} of 40, saved" in out
+    assert "its validation is pending" in out
     assert f"step-{step:08d}" in run.checkpoints()
     assert not (run.dir / "STOP").exists()
-    code, said = ended(run.start(40))
-    assert (code, f"step {step}: validation loss" in said) == (0, True), said
+    code, out = ended(run.start(40))
+    assert (code, f"step {step}: validation loss" in out) == (0, True), out
     assert figures(run.dir) == whole
-    code, said = ended(run.start(40))
-    assert (code, "finished at step 40; nothing to do" in said) == (0, True), said
+    code, out = ended(run.start(40))
+    assert (code, "finished at step 40; nothing to do" in out) == (0, True), out
 
 
 def test_a_stop_request_before_a_validation_skips_it(run, whole):
     process = run.start(40, slow="step", after=19)
     wait_for(run.has_come_to("step"))
     process.terminate()
-    code, said = ended(process)
-    assert (code, "step 20: validation skipped (stop requested)" in said) == (75, True), said
-    assert "stopped at step 20 of 40, saved; its validation is pending" in said
-    code, said = ended(run.start(40))
-    assert (code, figures(run.dir)) == (0, whole), said
+    code, out = ended(process)
+    assert (code, "step 20: validation skipped (stop requested)" in out) == (75, True), out
+    assert "stopped at step 20 of 40, saved; its validation is pending" in out
+    code, out = ended(run.start(40))
+    assert (code, figures(run.dir)) == (0, whole), out
 
 
 @WAYS
@@ -142,9 +142,9 @@ def test_a_stop_request_shortens_the_sample_and_the_run_is_complete(run, way):
     process = run.start(10, "train.sample_tokens=500", slow="sample", after=3)
     wait_for(run.has_come_to("sample"))
     ask(way, run, process)
-    code, said = ended(process)
-    assert (code, "done: run" in said) == (0, True), said
-    assert re.search(r"sample stopped after \d+ of 500 tokens \(stop requested\)", said)
+    code, out = ended(process)
+    assert (code, "done: run" in out) == (0, True), out
+    assert re.search(r"sample stopped after \d+ of 500 tokens \(stop requested\)", out)
     assert ((run.dir / "STOP").exists(), run.checkpoints()[-1]) == (False, "step-00000010")
 
 
@@ -152,8 +152,8 @@ def test_a_stop_request_shortens_the_sample_and_the_run_is_complete(run, way):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_before_the_first_step_a_stop_request_ends_the_run_at_once(run, way, resumed):
     if resumed:
-        code, said = ended(run.start(10))
-        assert code == 0, said
+        code, out = ended(run.start(10))
+        assert code == 0, out
     more = ["launch.time_limit=12"] if way == "time limit" else []
     process = run.start(40, *more, slow="first step")
     began = time.monotonic()
@@ -161,9 +161,9 @@ def test_before_the_first_step_a_stop_request_ends_the_run_at_once(run, way, res
         wait_for(run.has_come_to("first step"))
         began = time.monotonic()
         ask(way, run, process)
-    code, said = ended(process)
-    assert code == (130 if way == "SIGINT" else 75), said
-    assert "stopped before there was anything to save" in said
+    code, out = ended(process)
+    assert code == (130 if way == "SIGINT" else 75), out
+    assert "stopped before there was anything to save" in out
     assert time.monotonic() - began < (60 if way == "time limit" else 15)
     assert not (run.dir / "STOP").exists()
     assert run.checkpoints() == (["step-00000010"] if resumed else [])
@@ -174,8 +174,8 @@ def test_a_save_at_the_end_is_completed(run, way):
     process = run.start(10, slow="save")
     wait_for(run.has_come_to("save"))
     ask(way, run, process)
-    code, said = ended(process)
-    assert (code, "done: run" in said) == (0, True), said
+    code, out = ended(process)
+    assert (code, "done: run" in out) == (0, True), out
     assert (run.checkpoints(), (run.dir / "STOP").exists()) == (["step-00000010"], False)
 
 
@@ -199,8 +199,8 @@ def test_a_save_request_saves_during_a_validation(run):
     wait_for(lambda: not (run.dir / "SAVE").exists())
     assert "val_loss" not in (run.dir / "metrics.jsonl").read_text()
     assert run.checkpoints() == ["step-00000020"]
-    code, said = ended(process)
-    assert (code, "step 20: validation loss" in said) == (0, True), said
+    code, out = ended(process)
+    assert (code, "step 20: validation loss" in out) == (0, True), out
 
 
 def test_a_profile_request_traces_a_running_run(run):
@@ -224,10 +224,10 @@ def test_requests_from_before_the_start_are_removed(run):
     for name in ("STOP", "SAVE", "PROFILE"):
         (run.dir / name).touch()
     time.sleep(0.05)
-    code, said = ended(run.start(20))
-    assert code == 0, said
+    code, out = ended(run.start(20))
+    assert code == 0, out
     for name in ("STOP", "SAVE", "PROFILE"):
-        assert f"{name}: request removed (from before this start)" in said
+        assert f"{name}: request removed (from before this start)" in out
         assert not (run.dir / name).exists()
 
 
@@ -240,9 +240,9 @@ def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode, monkeypatch):
     began = time.time()
     monkeypatch.setenv("FSDPCTL_STARTED", str(began))
     more = [f"launch.time_limit={limit}", f"checkpoint.mode={mode}", "checkpoint.every=100"]
-    code, said = ended(run.start(LONG, *more, slow="save"), 2 * limit)
+    code, out = ended(run.start(LONG, *more, slow="save"), 2 * limit)
     took = time.time() - began
-    assert (code, f"saved; launch.time_limit={limit} is near" in said) == (75, True), said
+    assert (code, f"saved; launch.time_limit={limit} is near" in out) == (75, True), out
     assert limit / 2 < took < limit
     step = figures(run.dir)[-1][0]
     assert run.checkpoints()[-1] == f"step-{step:08d}"
@@ -252,7 +252,11 @@ def test_non_finite_steps_exit_with_76(tmp_path):
     run = Run(tmp_path)
     more = ["optimizer.lr=1e30", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0"]
     for action, advice in (("stop", "train.on_nonfinite=skip"), ("skip", "train.max_skips=3")):
-        about = ["train.max_skips=3", f"train.on_nonfinite={action}", f"train.run_dir=of-{action}"]
-        result = fsdpctl("train", *words(run.folder, 40, *more, *about), cwd=tmp_path)
+        options = [
+            "train.max_skips=3",
+            f"train.on_nonfinite={action}",
+            f"train.run_dir=of-{action}",
+        ]
+        result = fsdpctl("train", *run_args(run.folder, 40, *more, *options), cwd=tmp_path)
         assert (result.returncode, advice in result.stderr) == (76, True), result.stderr
         assert os.path.exists(tmp_path / f"of-{action}" / "metrics.jsonl")

@@ -25,7 +25,7 @@ from fsdpctl.launch.run_summary import _strategy
 from fsdpctl.resolve.launchers import LaunchRole
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.run.environment import read_start_events
-from tests.commands.run import command, environment, figures, fsdpctl, words
+from tests.commands.run import command, environment, figures, fsdpctl, run_args
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
 STEPS = 150
@@ -35,7 +35,7 @@ STEPS = 150
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("finished")
-    result = fsdpctl("train", *words(folder, STEPS), cwd=folder)
+    result = fsdpctl("train", *run_args(folder, STEPS), cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder / "run"
 
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     short = ["train.steps=30", "checkpoint.every=10", "optimizer.lr=1e-2"]
-    result = fsdpctl("train", *words(tmp_path, STEPS, *short), cwd=tmp_path)
+    result = fsdpctl("train", *run_args(tmp_path, STEPS, *short), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
     assert {each.name for each in run.iterdir()} >= {
@@ -72,9 +72,9 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_same_command_again_reports_that_the_run_is_finished(finished):
     before = (finished / "metrics.jsonl").read_bytes()
-    result = fsdpctl("train", *words(finished.parent, STEPS), cwd=finished.parent)
+    result = fsdpctl("train", *run_args(finished.parent, STEPS), cwd=finished.parent)
     assert (result.returncode, "finished at step 150" in result.stdout) == (0, True)
-    dry = fsdpctl("train", *words(finished.parent, STEPS), "--dry-run", cwd=finished.parent)
+    dry = fsdpctl("train", *run_args(finished.parent, STEPS), "--dry-run", cwd=finished.parent)
     assert ("finished at step 150" in dry.stdout, "it would run" in dry.stdout) == (True, False)
     assert (finished / "metrics.jsonl").read_bytes() == before
 
@@ -82,7 +82,7 @@ def test_the_same_command_again_reports_that_the_run_is_finished(finished):
 @pytest.mark.slow
 def test_another_length_and_strategy_resume_the_run(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
-    changed = [word for word in words(finished.parent, STEPS) if not word.startswith("train.steps")]
+    changed = [arg for arg in run_args(finished.parent, STEPS) if not arg.startswith("train.steps")]
     result = fsdpctl(
         "train", *changed, "train.steps=160", "strategy=no_shard", "launch.nproc_per_node=3",
         cwd=tmp_path,
@@ -136,16 +136,16 @@ INTERRUPTIONS: dict[str, tuple[Callable[[subprocess.Popen[str]], None], int, str
 @pytest.mark.slow
 @pytest.mark.parametrize("how", INTERRUPTIONS)
 def test_an_interrupted_run_resumes_bit_for_bit(finished, tmp_path, how):
-    interrupt, code, said = INTERRUPTIONS[how]
+    interrupt, code, message = INTERRUPTIONS[how]
     process = start(tmp_path, STEPS)
     wait_for(has_stepped(tmp_path))
     family = workers(process)
     interrupt(process)
-    found, text = ended(process)
-    assert (found, said in text) == (code, True), text
+    actual, text = ended(process)
+    assert (actual, message in text) == (code, True), text
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not [each for each in alive if is_living(each)]
-    result = fsdpctl("train", *words(tmp_path, STEPS), cwd=tmp_path)
+    result = fsdpctl("train", *run_args(tmp_path, STEPS), cwd=tmp_path)
     assert (result.returncode, "resumes at step" in result.stdout) == (0, True), result.stderr
     assert figures(tmp_path / "run") == figures(finished)
 
@@ -157,7 +157,7 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     tokenizer.pre_tokenizer = Whitespace()
     (tmp_path / "mine").mkdir()
     tokenizer.save(str(tmp_path / "mine" / "tokenizer.json"))
-    typed = [word for word in words(tmp_path, STEPS) if not word.startswith("train.steps")]
+    typed = [arg for arg in run_args(tmp_path, STEPS) if not arg.startswith("train.steps")]
     result = fsdpctl("train", *typed, "train.steps=3", "data.tokenizer=mine", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (tmp_path / "mine" / "tokenizer.json").unlink()
@@ -170,10 +170,10 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
 @pytest.mark.slow
 def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
-    typed = words(finished.parent, STEPS)
+    typed = run_args(finished.parent, STEPS)
     again = fsdpctl("train", *typed, "--resume", "never", cwd=tmp_path)
     assert (again.returncode, figures(tmp_path / "run-2")) == (0, figures(finished)), again.stderr
-    longer = [word for word in typed if not word.startswith("train.steps")]
+    longer = [arg for arg in typed if not arg.startswith("train.steps")]
     source = str(finished / "checkpoints" / "step-00000125")
     other = ["train.steps=151", "optimizer.lr=1e-4", "precision=bf16"]
     forked = fsdpctl("train", *longer, *other, "--resume", source, cwd=tmp_path)
@@ -186,8 +186,8 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     assert steps == list(range(126, 152))
     twice = fsdpctl("train", *typed, "model.num_layers=1", "--resume", source, cwd=tmp_path)
     assert twice.returncode == 2
-    kept = [word for word in typed if not word.startswith("model.num_layers")]
-    smaller = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    remaining = [arg for arg in typed if not arg.startswith("model.num_layers")]
+    smaller = fsdpctl("train", *remaining, "model.num_layers=1", "--resume", source, cwd=tmp_path)
     assert (smaller.returncode, "model.num_layers 2 -> 1" in smaller.stderr) == (2, True)
 
 
@@ -203,24 +203,24 @@ os.pidfd_open = refuse
 @pytest.mark.slow
 def test_a_run_says_that_its_ranks_cannot_share_memory(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(REFUSES)
-    given = environment()
-    found = subprocess.run(
-        command("train", *words(tmp_path, 1, f"train.run_dir={tmp_path / 'run'}")),
-        env=given | {"PYTHONPATH": f"{tmp_path}:{given['PYTHONPATH']}"}, capture_output=True,
+    environ = environment()
+    result = subprocess.run(
+        command("train", *run_args(tmp_path, 1, f"train.run_dir={tmp_path / 'run'}")),
+        env=environ | {"PYTHONPATH": f"{tmp_path}:{environ['PYTHONPATH']}"}, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
-    assert "ranks do not share memory: not supported on " in found.stdout + found.stderr
+    assert "ranks do not share memory: not supported on " in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("words", "text"), [
+@pytest.mark.parametrize(("args", "text"), [
     ([], "full_shard (ZeRO-3, FSDP), sharing memory"),
     (["strategy=shard_optimizer"], "shard_optimizer (ZeRO-1), sharing memory"),
     (["launch.share_memory=false"], "full_shard (ZeRO-3, FSDP)"),
     (["launch.nnodes=2"], "full_shard (ZeRO-3, FSDP)"),
     (["engine=fsdp2"], "full_shard (ZeRO-3, FSDP)"),
 ])  # fmt: skip
-def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: str) -> None:
-    config = compose_config(["launch.device=cpu", "launch.nproc_per_node=2", *words]).config
+def test_the_first_lines_say_whether_ranks_share_memory(args: list[str], text: str) -> None:
+    config = compose_config(["launch.device=cpu", "launch.nproc_per_node=2", *args]).config
     assert _strategy(config, 2 * config.launch.nnodes) == text
 
 
@@ -233,12 +233,12 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exi
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
     failure = Failure(1, "here", exit_code, message, 0)
     _show_failure(failure, tmp_path, RoundOutcome((failure,), None))
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "estimated" in said
-    assert "768.0 MiB available per rank" in said
-    assert "peak " in said
-    assert "to fit" in said
-    assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "estimated" in text
+    assert "768.0 MiB available per rank" in text
+    assert "peak " in text
+    assert "to fit" in text
+    assert "activation_checkpointing=" in text or "train.micro_batch_size=" in text
     fits = assign_ranks(compose_config([LACKING[0], "train.seq_len=16"]).config, HERE)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(fits))
     killed = Failure(1, "here", -9, "", 0)

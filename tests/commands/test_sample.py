@@ -56,14 +56,14 @@ def fail_otherwise() -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize(("fail", "error", "said"), [
+@pytest.mark.parametrize(("fail", "error", "message"), [
     (allocate_too_much, FsdpctlError, "sharded: does not fit into memory on "),
     (run_out_of_device_memory, FsdpctlError, "sharded: does not fit into memory on "),
     (fail_otherwise, RuntimeError, "illegal memory access"),
 ])  # fmt: skip
-def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
+def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, message):
     monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         list(sample_text(checkpoint, "some ", 4, Sampling(0)))
 
 
@@ -71,8 +71,8 @@ def test_tokens_are_drawn_as_asked():
     logits = torch.tensor([1.0, 3.0, 2.0, -4.0])
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(**about: Any) -> set[int]:
-        return {sample_token(logits, Sampling(0, **about), generator) for _ in range(300)}
+    def drawn(**kwargs: Any) -> set[int]:
+        return {sample_token(logits, Sampling(0, **kwargs), generator) for _ in range(300)}
 
     assert drawn(temperature=0.0) == {1}
     assert drawn(temperature=1.0, top_p=0.6) == {1}  # which alone has two thirds of the odds
@@ -82,18 +82,18 @@ def test_tokens_are_drawn_as_asked():
 
 
 def test_the_command_takes_them(checkpoint):
-    words = ("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed")
-    said = [invoke(*words, seed) for seed in ("1", "2")]
-    assert (said[0], said[0][0]) == (said[1], 0)
+    args = ("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed")
+    out = [invoke(*args, seed) for seed in ("1", "2")]
+    assert (out[0], out[0][0]) == (out[1], 0)
     assert invoke("sample", str(checkpoint), "--top-p", "0")[0] == 2
 
 
 def test_an_export_says_the_same(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "step-00000001")
     folder = make_hugging_face(checkpoint, tmp_path / "hf")
-    words = ["--prompt", "line", "--tokens", "8", "--greedy"]
-    said = [invoke("sample", str(each), *words) for each in (checkpoint, folder)]
-    assert (said[0], said[0][0]) == (said[1], 0)
+    args = ["--prompt", "line", "--tokens", "8", "--greedy"]
+    out = [invoke("sample", str(each), *args) for each in (checkpoint, folder)]
+    assert (out[0], out[0][0]) == (out[1], 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -110,8 +110,8 @@ def test_text_arrives_in_pieces_of_whole_characters(seed):
 
 @pytest.mark.parametrize("before", [[1, 2], []])
 def test_spaces_between_pieces_are_kept(before):
-    words = JsonTokenizer(WordLevel({f"▁w{n}": n for n in range(6)}, unk_token="▁w0"))
-    words.decoder = Metaspace()
-    tokenizer = FileTokenizer("words", {"tokenizer.json": words.to_str().encode()})
+    word_level = JsonTokenizer(WordLevel({f"▁w{n}": n for n in range(6)}, unk_token="▁w0"))
+    word_level.decoder = Metaspace()
+    tokenizer = FileTokenizer("words", {"tokenizer.json": word_level.to_str().encode()})
     text = "".join(tokenizer.decode_stream([3, 4, 5], before))
     assert text == (" w3 w4 w5" if before else "w3 w4 w5")

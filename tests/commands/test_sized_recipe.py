@@ -22,53 +22,51 @@ JOBS = {
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def args(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = [word for word in TINY if not word.startswith("train.global_batch_size")]
-    return [*given, f"data.path={make_text(tmp_path)}", "train.steps=10"]
+    settings = [arg for arg in TINY if not arg.startswith("train.global_batch_size")]
+    return [*settings, f"data.path={make_text(tmp_path)}", "train.steps=10"]
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_printed_recipe_is_what_was_sized_and_a_dry_run_checks_it_for_its_ranks(words, job):
+def test_a_printed_recipe_is_what_was_sized_and_a_dry_run_checks_it_for_its_ranks(args, job):
     more, ranks = JOBS[job]
-    code, said = invoke("estimate-memory", *words, *more, "--print-config")
-    assert code == 0, said
-    recipe = said[said.index("model: ") : said.rindex("verdict ")]
+    code, out = invoke("estimate-memory", *args, *more, "--print-config")
+    assert code == 0, out
+    recipe = out[out.index("model: ") : out.rindex("verdict ")]
     Path("sized.yaml").write_text(recipe)
-    sized = _estimated(*words, *more)
+    sized = _estimated(*args, *more)
     sized = sized.get("fit", {}).get("estimate", sized)
     again = _estimated("sized.yaml")
     assert "selected" not in again  # all of it is in the recipe
     same = ("strategy", "world_size", "seq_len", "micro_batch_size", "num_micro_batches",
             "peak_reserved_bytes", "memory_bytes")  # fmt: skip
     assert {name: again[name] for name in same} == {name: sized[name] for name in same}
-    code, said = invoke("train", "--dry-run", "sized.yaml", "train.require_fit=false")
-    assert (code, "it would run" in said) == (0, True), said
-    assert f"ranks   {ranks}" in said
-    assert ("checked for cluster=" in said) == (job != "of CPUs")
+    code, out = invoke("train", "--dry-run", "sized.yaml", "train.require_fit=false")
+    assert (code, "it would run" in out) == (0, True), out
+    assert f"ranks   {ranks}" in out
+    assert ("checked for cluster=" in out) == (job != "of CPUs")
 
 
-def test_a_dry_run_of_a_job_refuses_what_its_ranks_cannot_run(words):
+def test_a_dry_run_of_a_job_refuses_what_its_ranks_cannot_run(args):
     Path("job.yaml").write_text("cluster: 16xh100\nlaunch.device: cuda\n")
     for wrong in ("strategy.dp_shard_size=3", "train.global_batch_size=8"):
-        code, said = invoke(
-            "train", "--dry-run", "job.yaml", *words, wrong, "strategy=hybrid_shard"
-        )
-        assert (code, said.startswith(f"{wrong}: ")) == (2, True), said
-    _, said = invoke("train", "--dry-run", "job.yaml", *words, "launch.device=cpu")
-    assert "on cpu" in said
-    code, said = invoke("train", "job.yaml", *words)
-    assert (code, said.startswith("launch.device=cuda: torch finds no CUDA device")) == (2, True)
+        code, out = invoke("train", "--dry-run", "job.yaml", *args, wrong, "strategy=hybrid_shard")
+        assert (code, out.startswith(f"{wrong}: ")) == (2, True), out
+    _, out = invoke("train", "--dry-run", "job.yaml", *args, "launch.device=cpu")
+    assert "on cpu" in out
+    code, out = invoke("train", "job.yaml", *args)
+    assert (code, out.startswith("launch.device=cuda: torch finds no CUDA device")) == (2, True)
 
 
-def test_a_recipe_of_several_estimates_is_refused(words):
+def test_a_recipe_of_several_estimates_is_refused(args):
     for more in (["--all-strategies"], ["--json"], ["--from", "no.yaml"]):
-        code, said = invoke("estimate-memory", *words, *more, "--print-config")
-        assert (code, said.startswith("--print-config: conflicts with --from")) == (2, True)
+        code, out = invoke("estimate-memory", *args, *more, "--print-config")
+        assert (code, out.startswith("--print-config: conflicts with --from")) == (2, True)
 
 
-def _estimated(*words: str) -> dict[str, Any]:
-    code, said = invoke("estimate-memory", *words, "--json")
-    assert code == 0, said
-    found: dict[str, Any] = json.loads(said[said.index("{") :])
-    return found
+def _estimated(*args: str) -> dict[str, Any]:
+    code, out = invoke("estimate-memory", *args, "--json")
+    assert code == 0, out
+    content: dict[str, Any] = json.loads(out[out.index("{") :])
+    return content

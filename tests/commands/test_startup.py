@@ -53,10 +53,10 @@ def imported_by(*arguments: str) -> set[str]:
 
 
 def test_help_imports_the_command_line_only():
-    found = imported_by("--help")
-    own = {each for each in found if each.split(".")[0] == "fsdpctl"}
-    assert {"fsdpctl.commands.app"} <= own <= OWN
-    assert found & SLOW == set()
+    modules = imported_by("--help")
+    own_modules = {each for each in modules if each.split(".")[0] == "fsdpctl"}
+    assert {"fsdpctl.commands.app"} <= own_modules <= OWN
+    assert modules & SLOW == set()
 
 
 @pytest.mark.parametrize("command", ["status", "inspect-checkpoint", "verify-checkpoint"])
@@ -91,8 +91,8 @@ def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
         return estimate(plan)
 
     monkeypatch.setattr(estimator, "estimate", counted)
-    (found, _), *_ = suggest(estimator, plan)
-    assert found.settings == ("activation_checkpointing=full",)
+    (suggestions, _), *_ = suggest(estimator, plan)
+    assert suggestions.settings == ("activation_checkpointing=full",)
     compressed = [each for each in estimated if each.optimizer.state_dtype == "int8"]
     assert {each.activation_checkpointing.name for each in compressed} == {"none"}
     assert len(estimated) <= 7
@@ -129,10 +129,10 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
 
 def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path, monkeypatch):
     estimator._traced_models.clear()
-    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
-    composed = compose_config(words)
+    args = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
+    composed = compose_config(args)
     started: list[PreparedRun | None] = []
-    calls = calls_of(lambda: started.append(prepare_run(composed, words, "auto", QUIET)))
+    calls = calls_of(lambda: started.append(prepare_run(composed, args, "auto", QUIET)))
     begun = started[0]
     assert begun is not None
     begun.lock.release()
@@ -153,53 +153,53 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
 def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_you_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "train.steps=9"]
-    words += ["launch.max_restarts=2", "train.micro_batch_size=4"]
+    args = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "train.steps=9"]
+    args += ["launch.max_restarts=2", "train.micro_batch_size=4"]
     fewer = ["launch.nproc_per_node was 2, is 1", "accumulation.steps was 2, is 4"]
 
     def started(ranks: int) -> tuple[PreparedRun, list[str]]:
-        said: list[str] = []
-        typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
-        reporter = Reporter(said.append, print, said.append)
+        messages: list[str] = []
+        typed = [arg.replace("per_node=2", f"per_node={ranks}") for arg in args]
+        reporter = Reporter(messages.append, print, messages.append)
         begun = prepare_run(compose_config(typed), typed, "auto", reporter)
         assert begun is not None
         begun.lock.release()
-        return begun, changed_in(said)
+        return begun, changed_in(messages)
 
     begun, _ = started(2)
-    said: list[str] = []
+    message: list[str] = []
     hung = RoundOutcome((), None, hang="no progress")
     for number in range(2):  # the second one without a step in between
-        assert restarts._next_round(begun, hung, number, None, said.append) is not None
-    assert (changed_in(said), read_config(tmp_path / "run").launch.nproc_per_node) == (fewer, 1)
+        assert restarts._next_round(begun, hung, number, None, message.append) is not None
+    assert (changed_in(message), read_config(tmp_path / "run").launch.nproc_per_node) == (fewer, 1)
     assert (started(2)[1], started(1)[1], started(1)[1]) == ([], fewer, [])
 
 
 def changed_in(lines: list[str]) -> list[str]:
-    found = [line.removeprefix("changed ") for line in lines if line.startswith("changed ")]
-    return sorted(found, reverse=True)
+    results = [line.removeprefix("changed ") for line in lines if line.startswith("changed ")]
+    return sorted(results, reverse=True)
 
 
 def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatch):
     there = tmp_path / "there"
     there.mkdir()
-    words = [*SMALL, f"data.path={make_text(tmp_path)}", "strategy=auto", "cluster.memory=0.2"]
+    args = [*SMALL, f"data.path={make_text(tmp_path)}", "strategy=auto", "cluster.memory=0.2"]
     for run_dir in ("some/new/run", "there"):
-        composed = compose_config([*words, f"train.run_dir={run_dir}"])
+        composed = compose_config([*args, f"train.run_dir={run_dir}"])
         lines: list[str] = []
         with pytest.raises(DoesNotFitError, match="204.8 MiB available; change the settings"):
-            prepare_run(composed, words, "auto", Reporter(lines.append, lines.append, lines.append))
+            prepare_run(composed, args, "auto", Reporter(lines.append, lines.append, lines.append))
         assert any("nothing fits; closest is strategy=" in line for line in lines)
         assert any(line.startswith("to fit  ") for line in lines)
     assert ((tmp_path / "some").exists(), list(there.iterdir())) == (False, [])
 
 
 def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypatch):
-    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
-    begun = prepare_run(compose_config(words), words, "auto", QUIET)
+    args = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
+    begun = prepare_run(compose_config(args), args, "auto", QUIET)
     assert begun is not None
     monkeypatch.setattr("fsdpctl.estimate.resolve_auto.resolve_auto", None)
     with pytest.raises(UsageError, match="in use by a running launcher"):
-        prepare_run(compose_config(words), words, "auto", QUIET)
+        prepare_run(compose_config(args), args, "auto", QUIET)
     assert (tmp_path / "run" / "config.yaml").is_file()
     begun.lock.release()

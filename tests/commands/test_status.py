@@ -37,7 +37,7 @@ def test_reading_the_status_writes_nothing(tmp_path):
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize(("about", "state"), [
+@pytest.mark.parametrize(("options", "state"), [
     ({}, "running"),
     ({"step": None}, "starting"),
     ({"time": -80}, "running"),
@@ -46,16 +46,16 @@ def test_reading_the_status_writes_nothing(tmp_path):
     ({"state": "stopped", "message": "stopped at step 3"}, "stopped"),
     ({"state": "failed", "message": "no room"}, "failed"),
 ])  # fmt: skip
-def test_the_age_of_the_heartbeat_decides(tmp_path, about, state):
+def test_the_age_of_the_heartbeat_decides(tmp_path, options, state):
     run = make_run(tmp_path / "run", done=3)
-    if "time" in about:  # from now
-        about = {**about, "time": time.time() + about["time"]}
-    record = write_heartbeat(run, **about)
-    found = read_status(run)
-    assert found.state == state
-    assert found.message == (record.message or found.message)
+    if "time" in options:  # from now
+        options = {**options, "time": time.time() + options["time"]}
+    record = write_heartbeat(run, **options)
+    result = read_status(run)
+    assert result.state == state
+    assert result.message == (record.message or result.message)
     is_lost = state == "failed" and not record.message
-    assert ("was killed or is unreachable" in found.message) == is_lost
+    assert ("was killed or is unreachable" in result.message) == is_lost
 
 
 def test_a_process_that_was_killed_on_this_host_is_killed_at_once(tmp_path):
@@ -81,8 +81,8 @@ def test_a_long_cause_is_cut_where_a_clause_ends(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     cause = f"rank 1 on vm: no connection to node 1; {'Read error at pair.cc:537 ' * 12}"
     write_heartbeat(run, state="failed", cause=cause)
-    said = invoke("status", str(run))[1]
-    assert f"state       failed: rank 1 on vm: no connection to node 1\nlog         {run}" in said
+    out = invoke("status", str(run))[1]
+    assert f"state       failed: rank 1 on vm: no connection to node 1\nlog         {run}" in out
     assert json.loads(invoke("status", str(run), "--json")[1])["message"] == cause
 
 
@@ -125,15 +125,15 @@ def test_values_are_those_of_the_newest_steps(tmp_path):
     save(run, 50)
     save(run, 60)
     write_heartbeat(run, step=62, seconds_per_step=2.0)
-    found = read_status(run)
-    assert (found.step, found.total_steps, found.eta_seconds) == (62, 100, 76.0)
-    assert (found.loss, found.tokens_per_second) == (1 / 62, 100 * (13 + 62) / 2)
-    assert found.checkpoint is not None
-    assert (found.checkpoint.step, found.checkpoint.problem) == (60, "")
+    result = read_status(run)
+    assert (result.step, result.total_steps, result.eta_seconds) == (62, 100, 76.0)
+    assert (result.loss, result.tokens_per_second) == (1 / 62, 100 * (13 + 62) / 2)
+    assert result.checkpoint is not None
+    assert (result.checkpoint.step, result.checkpoint.problem) == (60, "")
     files = (run / CHECKPOINTS / "step-00000060").iterdir()
     tensors_and_attachments = sum(f.stat().st_size for f in files if f.name != "manifest.json")
-    assert found.checkpoint.num_bytes == tensors_and_attachments
-    assert 0 <= found.checkpoint.age_seconds < 600
+    assert result.checkpoint.num_bytes == tensors_and_attachments
+    assert 0 <= result.checkpoint.age_seconds < 600
 
 
 def test_the_newest_warnings_and_incomplete_checkpoints_are_reported(tmp_path):
@@ -160,18 +160,18 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", steps=5000, done=3000)
     whole = read_status(run)
     monkeypatch.setattr(status, "_METRICS_BYTES", 20_000)
-    found = read_status(run)
-    assert (found.step, found.loss) == (3000, whole.loss)
-    assert found.tokens_per_second == whole.tokens_per_second
+    result = read_status(run)
+    assert (result.step, result.loss) == (3000, whole.loss)
+    assert result.tokens_per_second == whole.tokens_per_second
 
 
 def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     with (save(run, 3) / "rank-00000.safetensors").open("ab") as file:
         file.write(b"x")
-    found = read_status(run).checkpoint
-    assert found is not None
-    assert found.problem == "rank-00000.safetensors: missing or of the wrong size"
+    result = read_status(run).checkpoint
+    assert result is not None
+    assert result.problem == "rank-00000.safetensors: missing or of the wrong size"
 
 
 DAMAGE = {
@@ -215,8 +215,8 @@ def test_any_value_in_a_heartbeat_is_shown_or_refused(tmp_path, field):
     for value in ODD:
         record = json.loads(json.dumps(asdict(write_heartbeat(run))))
         (run / HEARTBEAT).write_text(json.dumps({**record, field: value}))
-        code, said = invoke("status", str(run))
-        assert code in (0, 2), said
+        code, out = invoke("status", str(run))
+        assert code in (0, 2), out
 
 
 @pytest.mark.parametrize("field", [*MetricsLine.__dataclass_fields__])
@@ -227,8 +227,8 @@ def test_any_value_in_metrics_is_shown_or_refused(tmp_path, field):
         line = json.dumps({**step_line(2), field: None})
         line = line.replace(f'"{field}": null', f'"{field}": {value}')
         (run / METRICS).write_bytes(first + line.encode() + b"\n")
-        code, said = invoke("status", str(run))
-        assert code in (0, 2), said
+        code, out = invoke("status", str(run))
+        assert code in (0, 2), out
 
 
 def test_many_incomplete_checkpoints_are_counted(tmp_path):
@@ -252,17 +252,17 @@ def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
     save(run, 2)
     add_start(run, {"record": {"warnings": ["odd \x1b[2J"]}})
     (tmp_path / "runs" / "latest").symlink_to("one")
-    code, said = invoke("status")
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in said.splitlines()}
+    code, out = invoke("status")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
     assert (code, rows["run"], rows["step"].startswith("3 of 4 (75.0%)")) == (0, "runs/one", True)
     assert rows["checkpoint"].startswith("step 2, 0:0")
     assert rows["checkpoint"].endswith("complete")
     assert "odd" in rows["warning"]
-    assert "\x1b" not in said
+    assert "\x1b" not in out
     code, printed = invoke("status", str(run), "--json")
-    found = json.loads(printed)
-    assert (code, found["run"], found["step"]) == (0, str(run), 3)
-    assert found["checkpoint"]["step"] == 2
+    content = json.loads(printed)
+    assert (code, content["run"], content["step"]) == (0, str(run), 3)
+    assert content["checkpoint"]["step"] == 2
 
 
 def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
@@ -270,10 +270,10 @@ def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     assert invoke("status") == (2, "runs/latest: not found; pass a run directory")
     for number, name in enumerate(("b", "a", "latest")):  # a copy in place of the link
         os.utime(make_run(tmp_path / "runs" / name) / RUN_CONFIG, (number, number))
-    code, said = invoke("status", "--json")
-    assert (code, json.loads(said)["run"]) == (0, "runs/a")  # the one that started last
-    code, said = invoke("status", "runs")
-    assert (code, said) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
+    code, out = invoke("status", "--json")
+    assert (code, json.loads(out)["run"]) == (0, "runs/a")  # the one that started last
+    code, out = invoke("status", "runs")
+    assert (code, out) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
     for command in ("status", "sample"):  # "runs" is no organization on the Hub
-        code, said = invoke(command, "runs/other")
-        assert (code, said[-49:]) == (2, "not found; expected a run, such as runs/a, runs/b")
+        code, out = invoke(command, "runs/other")
+        assert (code, out[-49:]) == (2, "not found; expected a run, such as runs/a, runs/b")

@@ -15,10 +15,10 @@ TARGET = "hf://me/tiny"
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
-    made = make_checkpoint(tmp_path / "step-00000001")
+    folder = make_checkpoint(tmp_path / "step-00000001")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return made
+    return folder
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def local(name: str = "tiny") -> dict[str, bytes]:
 
 
 def test_an_export_is_verified_and_then_committed_to_a_private_repository(hub, checkpoint):
-    code, said = upload(checkpoint)
-    assert code == 0, said
-    assert said.splitlines()[-1] == f"{hub.url}/me/tiny: uploaded, private"
+    code, out = upload(checkpoint)
+    assert code == 0, out
+    assert out.splitlines()[-1] == f"{hub.url}/me/tiny: uploaded, private"
     assert hub.models["me/tiny"] == {".gitattributes": b"", **local()}
     assert hub.public == set()
     assert len(hub.stored) == 1  # the weights went the way of large files
@@ -54,21 +54,21 @@ def test_only_an_export_that_lost_nothing_is_uploaded(hub, checkpoint, monkeypat
 
     lost = [Finding("experts", "3 of 4", is_lost=True)]
     monkeypatch.setattr("fsdpctl.checkpoint.verify_export.verify_export", lambda *a, **k: lost)
-    code, said = upload(checkpoint)
-    assert (code, "1 of 1 findings" in said) == (3, True)
+    code, out = upload(checkpoint)
+    assert (code, "1 of 1 findings" in out) == (3, True)
     assert "me/tiny" not in hub.models
 
 
 def test_an_existing_repository_is_replaced_only_on_request(hub, checkpoint):
     hub.models["me/tiny"] = {".gitattributes": b"", "model-00001-of-00002.safetensors": b"old"}
-    code, said = upload(checkpoint)
-    assert (code, said) == (2, f"{TARGET}: already exists; pass --overwrite to replace its files")
+    code, out = upload(checkpoint)
+    assert (code, out) == (2, f"{TARGET}: already exists; pass --overwrite to replace its files")
     assert not Path("tiny").exists()
     assert upload(checkpoint, "--overwrite")[0] == 0
     assert hub.models["me/tiny"] == {".gitattributes": b"", **local()}
     hub.public.add("me/tiny")
-    code, said = upload(checkpoint, "--overwrite")
-    assert (code, "public; fsdpctl uploads to private" in said) == (2, True)
+    code, out = upload(checkpoint, "--overwrite")
+    assert (code, "public; fsdpctl uploads to private" in out) == (2, True)
 
 
 @pytest.mark.parametrize(("target", "expected"), [
@@ -82,8 +82,8 @@ def test_an_existing_repository_is_replaced_only_on_request(hub, checkpoint):
 ])  # fmt: skip
 def test_a_wrong_target_is_one_line_before_any_work(hub, checkpoint, target, expected):
     hub.user["orgs"] = [{"name": "team"}]
-    code, said = upload(checkpoint, target=target)
-    assert (code, said) == (2, f"{target}: {expected}")
+    code, out = upload(checkpoint, target=target)
+    assert (code, out) == (2, f"{target}: {expected}")
     assert not any(Path.cwd().iterdir())
 
 
@@ -94,8 +94,8 @@ def test_a_token_that_lacks_or_may_only_read_is_named_before_any_work(hub, check
     assert "answers 401; check HF_TOKEN" in upload(checkpoint)[1]
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    code, said = upload(checkpoint)
-    assert (code, said) == (2, f"{TARGET}: no token; set HF_TOKEN, or run `hf auth login`")
+    code, out = upload(checkpoint)
+    assert (code, out) == (2, f"{TARGET}: no token; set HF_TOKEN, or run `hf auth login`")
     assert not any(Path.cwd().iterdir())
 
 
@@ -105,9 +105,9 @@ def test_after_a_broken_connection_nothing_is_committed_and_the_export_stays(
 ):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.drops = drops
-    code, said = upload(checkpoint)
-    assert (code, "broke (" in said) == (2, True), said
-    assert "S3CR3T" not in said
+    code, out = upload(checkpoint)
+    assert (code, "broke (" in out) == (2, True), out
+    assert "S3CR3T" not in out
     assert hub.models["me/tiny"] == {".gitattributes": b""}
     hub.drops = ""
     assert invoke("verify-checkpoint", "tiny")[0] == 0

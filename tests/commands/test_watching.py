@@ -7,35 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.run import fsdpctl, invoke, words
+from tests.commands.run import fsdpctl, invoke, run_args
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
 
 def status(folder: Path) -> dict[str, object]:
     code, printed = invoke("status", str(folder / "run"), "--json")
     assert code == 0
-    found: dict[str, object] = json.loads(printed)
-    return found
+    content: dict[str, object] = json.loads(printed)
+    return content
 
 
 @pytest.mark.slow
 def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
     process = start(tmp_path, 100_000)
     wait_for(has_stepped(tmp_path))
-    found = status(tmp_path)
-    assert (found["state"], found["total_steps"]) == ("running", 100_000)
-    assert isinstance(found["step"], int)
-    assert found["step"] >= 30
+    result = status(tmp_path)
+    assert (result["state"], result["total_steps"]) == ("running", 100_000)
+    assert isinstance(result["step"], int)
+    assert result["step"] >= 30
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 75
-    found = status(tmp_path)
-    assert found["state"] == "stopped"
-    assert re.match(r"stopped at step \d+ of 100000, saved", str(found["message"]))
-    assert isinstance(found["step"], int)
-    steps = found["step"] + 5
-    assert fsdpctl("train", *words(tmp_path, steps), cwd=tmp_path).returncode == 0
-    found = status(tmp_path)
-    assert (found["state"], found["step"]) == ("finished", steps)
+    result = status(tmp_path)
+    assert result["state"] == "stopped"
+    assert re.match(r"stopped at step \d+ of 100000, saved", str(result["message"]))
+    assert isinstance(result["step"], int)
+    steps = result["step"] + 5
+    assert fsdpctl("train", *run_args(tmp_path, steps), cwd=tmp_path).returncode == 0
+    result = status(tmp_path)
+    assert (result["state"], result["step"]) == ("finished", steps)
     process = start(tmp_path, 100_000)
     wait_for(has_stepped(tmp_path, steps + 5))
     process.kill()
@@ -49,7 +49,9 @@ def test_only_rank_0_writes_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in (30, 40):
-        done = fsdpctl("train", *words(tmp_path, steps, "log.trackers=tensorboard"), cwd=tmp_path)
+        done = fsdpctl(
+            "train", *run_args(tmp_path, steps, "log.trackers=tensorboard"), cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
     board = tmp_path / "run" / "tensorboard"
     assert len(list(board.iterdir())) == 2  # one for each start
@@ -57,9 +59,9 @@ def test_only_rank_0_writes_to_tensorboard(tmp_path):
     curves.Reload()
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    told = [(each.step, each.value) for each in curves.Scalars("loss")]
-    assert [step for step, _ in told] == [step for step, _ in losses] == list(range(1, 41))
-    assert [value for _, value in told] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    scalars = [(each.step, each.value) for each in curves.Scalars("loss")]
+    assert [step for step, _ in scalars] == [step for step, _ in losses] == list(range(1, 41))
+    assert [value for _, value in scalars] == pytest.approx([loss for _, loss in losses], rel=1e-6)
     assert {"val_loss", "tokens_per_second"} <= set(curves.Tags()["scalars"])
 
 
@@ -92,11 +94,11 @@ def test_an_out_of_memory_error_names_the_snapshot(tmp_path, monkeypatch):
             **before(), "PYTHONPATH": f"{tmp_path}:{before()['PYTHONPATH']}",
         },
     )  # fmt: skip
-    done = fsdpctl("train", *words(tmp_path, 20), cwd=tmp_path)
+    done = fsdpctl("train", *run_args(tmp_path, 20), cwd=tmp_path)
     assert done.returncode == 1
-    said = " ".join(re.sub("[│\n]", " ", done.stderr).split())
-    assert "run/memory-snapshot-rank-00001.bin" in said
+    out = " ".join(re.sub("[│\n]", " ", done.stderr).split())
+    assert "run/memory-snapshot-rank-00001.bin" in out
     assert (tmp_path / "run" / "memory-snapshot-rank-00001.bin").is_file()
-    found = status(tmp_path)
-    assert found["state"] == "failed"
-    assert "memory-snapshot-rank-00001.bin" in str(found["message"])
+    result = status(tmp_path)
+    assert result["state"] == "failed"
+    assert "memory-snapshot-rank-00001.bin" in str(result["message"])

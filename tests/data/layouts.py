@@ -48,39 +48,41 @@ def _tokenizer(kind: str) -> Tokenizer:
     for one, other in merges:
         vocabulary.setdefault(one + other, len(vocabulary))
     if kind == "byte_level":
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
     elif kind == "prefix_space":
-        made = _tokenizer("byte_level")
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer = _tokenizer("byte_level")
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     elif kind == "metaspace":
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        made.normalizer = normalizers.Sequence(steps)
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+        tokenizer.normalizer = normalizers.Sequence(steps)
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     elif kind == "word_piece":
-        made = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
-        made.normalizer = normalizers.BertNormalizer(lowercase=True)
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        made.decoder = decoders.WordPiece()
+        tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
     else:
-        made = Tokenizer(models.Unigram([(each, -float(n)) for each, n in vocabulary.items()], 0))
-        made.normalizer = normalizers.NFKC()
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Metaspace()
-    made.add_special_tokens(list(SPECIALS))
-    return made
+        tokenizer = Tokenizer(
+            models.Unigram([(each, -float(n)) for each, n in vocabulary.items()], 0)
+        )
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
 
 
 def write_layout(folder: Path, layout: Layout) -> Path:
     """Write the directory."""
     folder.mkdir(parents=True)
-    made = _tokenizer(layout.kind)
+    tokenizer = _tokenizer(layout.kind)
     if layout.post is not None:
-        made.post_processor = layout.post
-    content = json.loads(made.to_str())
-    size = made.get_vocab_size()
+        tokenizer.post_processor = layout.post
+    content = json.loads(tokenizer.to_str())
+    size = tokenizer.get_vocab_size()
     content["added_tokens"] += ({"id": size + n, **e} for n, e in enumerate(layout.in_json))
     if layout.slow:
         merges = [" ".join(each) for each in content["model"]["merges"]]
@@ -132,12 +134,12 @@ def layouts() -> Iterator[Layout]:
     for kind in kinds:
         for name, post in {**POSTS, "nothing": None}.items():
             yield Layout(f"{kind} adds {name}", kind, {"eos_token": "</s>"}, post=post)
-    for name, about in PLACES.items():
-        yield Layout(f"end in {name}", **about)
-        yield Layout(f"end in {name}, added too", **about, post=POSTS["both"])
-    for name, about in ADDED.items():
-        yield Layout(f"token in {name}", **about)
-        yield replace(Layout(f"metaspace, token in {name}", **about), kind="metaspace")
+    for name, options in PLACES.items():
+        yield Layout(f"end in {name}", **options)
+        yield Layout(f"end in {name}, added too", **options, post=POSTS["both"])
+    for name, options in ADDED.items():
+        yield Layout(f"token in {name}", **options)
+        yield replace(Layout(f"metaspace, token in {name}", **options), kind="metaspace")
     for flag in ("lstrip", "rstrip", "normalized", "single_word"):
         token = {**CALL, flag: True}
         yield Layout(f"{flag} in json", in_json=(token,))
@@ -145,8 +147,8 @@ def layouts() -> Iterator[Layout]:
     for name in CLASSES:
         kind = {"T5": "unigram", "Bert": "word_piece"}.get(name, "byte_level")
         yield Layout(f"class {name}", kind, {"tokenizer_class": f"{name}Tokenizer"})
-        about = {"tokenizer_class": f"{name}TokenizerFast", "add_prefix_space": True}
-        yield Layout(f"class {name}, prefix space", kind, about)
+        options = {"tokenizer_class": f"{name}TokenizerFast", "add_prefix_space": True}
+        yield Layout(f"class {name}, prefix space", kind, options)
     for name in MODELS:
         kind = "word_piece" if name == "bert" else "byte_level"
         yield Layout(f"model {name}", kind, None, {"model_type": name, "vocab_size": 9})

@@ -133,9 +133,9 @@ AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
 
 
 def read(path):
-    found = find_data(str(path), option="text")
-    text, passed = read_text(found, "data.path", str(path))
-    return text, passed.files, found.summary(validates=True)
+    data = find_data(str(path), option="text")
+    text, passed = read_text(data, "data.path", str(path))
+    return text, passed.files, data.summary(validates=True)
 
 
 def test_files_directories_and_globs(tmp_path):
@@ -146,9 +146,9 @@ def test_files_directories_and_globs(tmp_path):
     (tmp_path / "sub" / "y.dat").write_bytes(b"\0\1\2")
     (tmp_path / ".hidden").write_text("no\n")
     assert read(tmp_path / AWKWARD) == ([b"one\n"], [], "1 file")
-    documents, skipped, about = read(tmp_path)
+    documents, skipped, options = read(tmp_path)
     assert (sorted(documents), skipped) == ([b"one\n", b"two\n"], ["y.dat (binary)"])
-    assert about == "3 files of 4; left out: x.bin"
+    assert options == "3 files of 4; left out: x.bin"
     assert read(tmp_path / "**" / "t*.txt")[0] == [b"two\n"]
 
 
@@ -186,7 +186,7 @@ def _spoil(path, **changes):
     path.with_suffix(".json").write_text(json.dumps(header | changes))
 
 
-@pytest.mark.parametrize(("spoil", "word"), [
+@pytest.mark.parametrize(("spoil", "arg"), [
     (lambda path: path.unlink(), "no such token file"),
     (lambda path: path.with_suffix(".json").unlink(), "the header t.json is missing; `fsdpctl tok"),
     (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
@@ -196,11 +196,11 @@ def _spoil(path, **changes):
     (lambda path: _spoil(path, num_tokens=99), "99 tokens"),
     (lambda path: (path.write_bytes(b""), _spoil(path, num_tokens=0)), "contains no tokens"),
 ])  # fmt: skip
-def test_corrupted_token_files_are_rejected(tmp_path, spoil, word):
+def test_corrupted_token_files_are_rejected(tmp_path, spoil, arg):
     path = tmp_path / "t.bin"
     write_token_file(path, np.arange(9, dtype=np.uint16), ByteTokenizer(), num_bytes=9)
     spoil(path)
-    with pytest.raises(UsageError, match=word):
+    with pytest.raises(UsageError, match=arg):
         open_token_files(str(path))
 
 
@@ -242,8 +242,8 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
     limited = open_data(config)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(file))
-    found = (stream(each).tokens[:].tolist() for each in (limited, without))
-    assert [*found] == [[0, 1] * 4 + [3]] * 2
+    results = (stream(each).tokens[:].tolist() for each in (limited, without))
+    assert [*results] == [[0, 1] * 4 + [3]] * 2
     assert limited.tokenizer.encode_prompt(text) == theirs(text)["input_ids"] == [0, 1] * 4
     assert limited.tokenizer.files()["tokenizer.json"] == file.read_bytes()
 

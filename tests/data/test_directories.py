@@ -145,23 +145,23 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
-    names, option, train, validation, about = LAYOUTS[name]
+    names, option, train, validation, options = LAYOUTS[name]
     path = write(tmp_path, names)
-    found = local_data_files(path)
+    data = local_data_files(path)
 
     def relative(files):
         return " ".join(each.relative_to(tmp_path).as_posix() for each in files)
 
-    assert (relative(found.files), relative(found.validation)) == (train, validation)
-    assert kind_of_path(path) == found.kind == option
+    assert (relative(data.files), relative(data.validation)) == (train, validation)
+    assert kind_of_path(path) == data.kind == option
     assert compose_config([f"data.path={path}"]).config.data.name == option
-    assert local_data_files(path, option=option) == found
-    if about is not None:
-        assert found.summary(validates=True) == about
+    assert local_data_files(path, option=option) == data
+    if options is not None:
+        assert data.summary(validates=True) == options
     if validation:
         held = local_data_files(path, "data.val_path", option)
         assert (relative(held.files), held.validation) == (validation, ())
-        assert f"{len(found.validation)} validation" in found.summary(validates=False)
+        assert f"{len(data.validation)} validation" in data.summary(validates=False)
 
 
 ASKS = {
@@ -215,8 +215,8 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
         "1 file of 4; left out: README.md, notes.txt, train.bin"
     )
     for option, key in (("text", "data.path"), ("tokenize", "SRC")):
-        said = r"=.*several kinds, 1 of text \(notes.txt\) and 1 of rows \(a.jsonl\); "
-        with pytest.raises(UsageError, match=f"^{key}{said}.*name the files of one kind$"):
+        message = r"=.*several kinds, 1 of text \(notes.txt\) and 1 of rows \(a.jsonl\); "
+        with pytest.raises(UsageError, match=f"^{key}{message}.*name the files of one kind$"):
             local_data_files(path, key, option)
     rows = local_data_files(write(tmp_path / "rows", "a.jsonl README.md b.bin"), option="text")
     assert [each.name for each in rows.files] == ["a.jsonl"]
@@ -224,8 +224,8 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
     assert [each.name for each in text.files] == ["README.md", "a.py"]
     assert text.left_out == (("", "b.bin"),)
     assert [each.name for each in local_data_files(path, option="tokens").files] == ["train.bin"]
-    for option, said in (("chat", "no conversations found"), ("tokens", "no token files")):
-        with pytest.raises(UsageError, match=said):
+    for option, message in (("chat", "no conversations found"), ("tokens", "no token files")):
+        with pytest.raises(UsageError, match=message):
             local_data_files(write(tmp_path / "texts", "a.txt"), option=option)
 
 
@@ -277,8 +277,8 @@ def test_json_lines_are_rows_whatever_their_name(content, tmp_path):
         assert kind_of_file(tmp_path / name) == "chat"
 
 
-def numbered(count, word):
-    return [{"messages": say(f"{word} {n}", "yes")} for n in range(count)]
+def numbered(count, arg):
+    return [{"messages": say(f"{arg} {n}", "yes")} for n in range(count)]
 
 
 @pytest.mark.parametrize(("typed", "counts"), [
@@ -292,11 +292,11 @@ def test_chats_are_validated_on_files_that_are_called_so(tmp_path, monkeypatch, 
     for name, count in (("chats/train", 30), ("chats/valid", 9), ("chats/test", 7), ("other", 4)):
         write_lines(tmp_path / f"{name}.jsonl", numbered(count, name))
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml", None)
-    found = open_data(DataConfig("chat", "chats", tokenizer=str(tokenizer), **typed))
-    parts = [each for each in (found.train, found.val) if isinstance(each, DocumentSet)]
+    data = open_data(DataConfig("chat", "chats", tokenizer=str(tokenizer), **typed))
+    parts = [each for each in (data.train, data.val) if isinstance(each, DocumentSet)]
     assert [len(each) for each in parts] == [each for each in counts if each]
     left_out = "1 test" if not typed else "1 test, 1 validation"
-    assert found.description.endswith(f"; left out: {left_out}")
+    assert data.description.endswith(f"; left out: {left_out}")
 
 
 @pytest.mark.parametrize(("typed", "counts"), [
@@ -311,27 +311,27 @@ def test_a_typed_fraction_is_of_the_files_to_train_on(tmp_path, option, typed, c
             (tmp_path / f"corpus.{name}.txt").write_text(name[0] * size)
         else:
             write_token_file(tmp_path / f"{name}.bin", tokens, ByteTokenizer(), num_bytes=size)
-    words = [f"data={option}", f"data.path={tmp_path}", *typed]
-    found = open_data(compose_config(words).config.data)
-    assert (found.train.num_tokens, found.val.num_tokens if found.val else 0) == counts
-    assert isinstance(found.train, TokenStream)
-    assert {*found.train.samples(10)[0].tokens.tolist()} == {ord("t")}
+    args = [f"data={option}", f"data.path={tmp_path}", *typed]
+    data = open_data(compose_config(args).config.data)
+    assert (data.train.num_tokens, data.val.num_tokens if data.val else 0) == counts
+    assert isinstance(data.train, TokenStream)
+    assert {*data.train.samples(10)[0].tokens.tolist()} == {ord("t")}
     others = ", 1 of them to validate; left out: 1 test"
     if "=0" in str(typed):
         others = "; left out: 1 test, 1 validation"
-    assert found.description.endswith(others)
+    assert data.description.endswith(others)
 
 
 def test_token_files_are_validated_on_those_that_are_called_so(tmp_path):
     for name, start in (("train", 0), ("val", 100), ("test", 200)):
         tokens = np.arange(start, start + 50, dtype=np.uint16) % 256
         write_token_file(tmp_path / f"{name}.bin", tokens, ByteTokenizer(), num_bytes=50)
-    found = open_data(DataConfig("tokens", str(tmp_path)))
-    assert [part.num_tokens for part in (found.train, found.val) if part] == [50, 50]
-    assert isinstance(found.val, TokenStream)
-    assert found.val.samples(10)[0].tokens.tolist() == [*range(100, 110)]
-    assert "left out: 1 test" in found.description
-    assert (found.has_val_files, len(found.token_files)) == (True, 2)
+    data = open_data(DataConfig("tokens", str(tmp_path)))
+    assert [part.num_tokens for part in (data.train, data.val) if part] == [50, 50]
+    assert isinstance(data.val, TokenStream)
+    assert data.val.samples(10)[0].tokens.tolist() == [*range(100, 110)]
+    assert "left out: 1 test" in data.description
+    assert (data.has_val_files, len(data.token_files)) == (True, 2)
     typed = open_data(DataConfig("tokens", str(tmp_path), val_fraction=0.1))
     assert [part.num_tokens for part in (typed.train, typed.val) if part] == [45, 5]
     assert "1 validation" in typed.description
@@ -347,10 +347,10 @@ def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
                           ("val/d.py", b"\0")):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    said = "2 skipped: b.py (not UTF-8 at byte 1), d.py (binary)"
-    found = open_data(DataConfig("text", str(tmp_path))).description
-    said = said.replace(" sk", " files sk")
-    assert found.endswith(f"2 files of 4, 2 of them to validate, {said}")
+    message = "2 skipped: b.py (not UTF-8 at byte 1), d.py (binary)"
+    data = open_data(DataConfig("text", str(tmp_path))).description
+    message = message.replace(" sk", " files sk")
+    assert data.endswith(f"2 files of 4, 2 of them to validate, {message}")
     done = tokenize_files(str(tmp_path / "train"), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert done.summary == "1 file of 2, 1 file skipped: b.py (not UTF-8 at byte 1)"
     (tmp_path / "val/c.py").write_bytes(b"\0")
@@ -362,11 +362,11 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
     rows = [{"text": "a b", "label": 1}, {"text": ""}, {"text": None}, {"text": "c", "label": 0}]
     write_lines(tmp_path / "train.jsonl", rows)
     (tmp_path / "README.md").write_text("# Texts")
-    found = open_data(DataConfig("text", str(tmp_path), val_fraction=0))
-    assert isinstance(found.train, TokenStream)
-    assert bytes(found.train.tokens[:]) == b"a bc"
+    data = open_data(DataConfig("text", str(tmp_path), val_fraction=0))
+    assert isinstance(data.train, TokenStream)
+    assert bytes(data.train.tokens[:]) == b"a bc"
     notes = ("2 documents without text, skipped", "columns ignored: label (2 rows)")
-    assert found.notes == notes
+    assert data.notes == notes
     done = tokenize_files(str(tmp_path), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert (done.tokens, done.summary) == (4, "1 file of 2; left out: README.md")
     assert done.notes == notes
@@ -389,10 +389,10 @@ def test_rows_of_text_may_have_any_other_column(tmp_path, end):
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
         file.write_text("\n".join(map(json.dumps, rows)) if end == "jsonl" else json.dumps(rows))
-    found = open_data(compose_config(["data=text", f"data.path={file}"]).config.data)
+    data = open_data(compose_config(["data=text", f"data.path={file}"]).config.data)
     done = tokenize_files(str(file), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
-    assert found.train.num_tokens + (found.val.num_tokens if found.val else 0) == done.tokens == 4
-    assert found.notes == done.notes
+    assert data.train.num_tokens + (data.val.num_tokens if data.val else 0) == done.tokens == 4
+    assert data.notes == done.notes
     (ignored,) = (note for note in done.notes if note.startswith("columns ignored: "))
     assert all(key in ignored for key in OTHERS if OTHERS[key] is not None)
     write_lines(tmp_path / "b.jsonl", [{"text": "a"}, {"label": 1}])
@@ -408,18 +408,18 @@ def test_rows_that_may_be_text_or_chats_ask_if_data_is_not_set(tmp_path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = write_lines(tmp_path / "a.jsonl", [{"text": "a b c", **other}] * 40)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml", None)
-    words = [f"data.path={file}", f"data.tokenizer={tokenizer}"]
+    args = [f"data.path={file}", f"data.tokenizer={tokenizer}"]
     asks = r"a\.jsonl: its first row has text and .*; set data=text or data=chat$"
     with pytest.raises(UsageError, match=asks):
-        open_data(compose_config(words).config.data)
-    assert open_data(compose_config(["data=text", *words]).config.data).train.num_tokens
+        open_data(compose_config(args).config.data)
+    assert open_data(compose_config(["data=text", *args]).config.data).train.num_tokens
     if other.get("completion") != []:
-        open_data(compose_config(["data=chat", *words]).config.data)  # which the cache keeps
+        open_data(compose_config(["data=chat", *args]).config.data)  # which the cache keeps
         with pytest.raises(UsageError, match=asks):
-            open_data(compose_config(words).config.data)
+            open_data(compose_config(args).config.data)
     write_lines(file, [{"text": "", **other}] * 40)  # columns that a table fills
     if other.get("completion") != []:
-        open_data(compose_config(words).config.data)
+        open_data(compose_config(args).config.data)
 
 
 @pytest.mark.parametrize(("names", "listed"), {
@@ -437,11 +437,11 @@ def test_a_folder_of_texts_and_rows_is_told_the_list_that_reads_all(
     write(tmp_path, names)
     with pytest.raises(UsageError, match="of several kinds") as error:
         open_data(compose_config([*typed, "data.path=notes"]).config.data)
-    words = re.search(r"to read all, set (data=text) '(.*)', or", str(error.value))
-    assert words is not None
-    assert words[2] == f"data.path={listed}"
-    found = open_data(compose_config([words[1], words[2], "data.val_fraction=0"]).config.data)
-    assert len(contents_of(found.train)) == len(listed.split(","))
+    match = re.search(r"to read all, set (data=text) '(.*)', or", str(error.value))
+    assert match is not None
+    assert match[2] == f"data.path={listed}"
+    data = open_data(compose_config([match[1], match[2], "data.val_fraction=0"]).config.data)
+    assert len(contents_of(data.train)) == len(listed.split(","))
 
 
 def test_text_and_tokenize_refuse_rows_with_prompts(tmp_path):

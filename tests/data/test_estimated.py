@@ -112,24 +112,24 @@ def both(config: DataConfig) -> tuple[Any, Any]:
     return open_estimated(config), open_data(config)
 
 
-def near(found: float, expected: float, spread: float | None) -> bool:
+def near(result: float, expected: float, spread: float | None) -> bool:
     assert spread is not None
-    return abs(found / expected - 1) <= max(0.03, 2 * spread)
+    return abs(result / expected - 1) <= max(0.03, 2 * spread)
 
 
 @pytest.mark.parametrize(("kind", "files"), KINDS)
 def test_estimated_tokens_and_rows_are_those_of_a_run(kind, files, tokenizer, tmp_path):
     size = written(tmp_path / "data", files)
     config = DataConfig(name=kind, path=str(tmp_path / "data"), tokenizer=tokenizer)
-    found, exact = open_estimated(config), open_data(config)
-    assert isinstance(found.train, EstimatedData)
-    assert isinstance(found.val, EstimatedData)
-    assert found.train.excerpt.num_tokens < 0.55 * exact.train.num_tokens
-    assert near(found.train.num_tokens, exact.train.num_tokens, found.relative_error)
-    assert near(len(found.train.samples(512)), len(exact.train.samples(512)), 0.05)
-    assert found.val.num_tokens == pytest.approx(found.train.num_tokens * 0.02 / 0.98, abs=1)
-    assert 0 < (found.relative_error or 0) < 0.06
-    assert found.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 excerpts)")
+    data, exact = open_estimated(config), open_data(config)
+    assert isinstance(data.train, EstimatedData)
+    assert isinstance(data.val, EstimatedData)
+    assert data.train.excerpt.num_tokens < 0.55 * exact.train.num_tokens
+    assert near(data.train.num_tokens, exact.train.num_tokens, data.relative_error)
+    assert near(len(data.train.samples(512)), len(exact.train.samples(512)), 0.05)
+    assert data.val.num_tokens == pytest.approx(data.train.num_tokens * 0.02 / 0.98, abs=1)
+    assert 0 < (data.relative_error or 0) < 0.06
+    assert data.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 excerpts)")
     again = open_estimated(config)  # the cache has the tokens now
     assert (again.fingerprint, again.relative_error) == (exact.fingerprint, None)
 
@@ -161,35 +161,35 @@ def test_a_small_source_is_counted_and_files_of_validation_have_their_share(toke
     written(tmp_path / "few", {"train.jsonl": lines(ROWS[:2]), "validation.jsonl": lines(ROWS)})
     config = DataConfig(name="chat", tokenizer=tokenizer, val_fraction=0)
     config = replace(config, path=f"{tmp_path}/few.jsonl:1,{tmp_path}/many.jsonl:3")
-    found, exact = both(config)
-    assert isinstance(found.train, Mixture)
-    few, many = found.train.sources
+    data, exact = both(config)
+    assert isinstance(data.train, Mixture)
+    few, many = data.train.sources
     assert [type(each.content) for each in (few, many)] == [EstimatedData, EstimatedData]
     assert few.content.num_tokens == exact.train.sources[0].content.num_tokens
-    assert near(found.train.num_tokens, exact.train.num_tokens, found.relative_error)
-    assert near(len(found.train.samples(512)), len(exact.train.samples(512)), 0.05)
-    assert any(each.startswith("many: ") and "excerpts" in each for each in found.notes)
-    for about in (
+    assert near(data.train.num_tokens, exact.train.num_tokens, data.relative_error)
+    assert near(len(data.train.samples(512)), len(exact.train.samples(512)), 0.05)
+    assert any(each.startswith("many: ") and "excerpts" in each for each in data.notes)
+    for options in (
         {"path": "both"},
         {"path": "few"},
         {"path": "both/train.jsonl", "val_path": "both/validation.jsonl"},
     ):
-        paths: Any = {key: f"{tmp_path}/{path}" for key, path in about.items()}
+        paths: Any = {key: f"{tmp_path}/{path}" for key, path in options.items()}
         config = DataConfig(name="text", tokenizer=tokenizer, **paths)
-        found, exact = both(config)
-        assert found.has_val_files
-        assert near(found.train.num_tokens, exact.train.num_tokens, 0.05)
-        assert near(found.val.num_tokens, exact.val.num_tokens, 0.05)
+        data, exact = both(config)
+        assert data.has_val_files
+        assert near(data.train.num_tokens, exact.train.num_tokens, 0.05)
+        assert near(data.val.num_tokens, exact.val.num_tokens, 0.05)
 
 
 def test_a_run_cannot_train_on_an_estimate(tokenizer, tmp_path):
     written(tmp_path, {"a.jsonl": lines(ROWS)})
     config = DataConfig(name="text", path=f"{tmp_path}/a.jsonl", tokenizer=tokenizer)
-    found = open_estimated(config)
+    data = open_estimated(config)
     with pytest.raises(AssertionError, match="no data to train on"):
-        found.train.samples(512)[0]
+        data.train.samples(512)[0]
     with pytest.raises(AssertionError, match="no data to train on"):
-        assert found.fingerprint
+        assert data.fingerprint
 
 
 @pytest.mark.parametrize(

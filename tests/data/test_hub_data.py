@@ -63,7 +63,7 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     assert names("hf://org/texts:en") == ["train-0.jsonl", "train-1.jsonl"]
     assert names(f"hf://org/texts@{SHA}:en/test") == ["test-0.jsonl"]
     assert names("hf://datasets/org/texts:de") == ["a.jsonl"]
-    for path, word in {
+    for path, arg in {
         "hf://org/texts": "name a configuration after a :, of en, de",
         "hf://org/texts:fr": "name a configuration after a :, of en, de",
         "hf://org/texts:en/val": "name a split after a /, of train, test",
@@ -71,21 +71,21 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
         "hf://org/other": "run `hf download --repo-type dataset org/other`",
         "hf://texts": "expected hf://ORG/NAME",
     }.items():
-        with pytest.raises(UsageError, match=word):
+        with pytest.raises(UsageError, match=arg):
             names(path)
     cached("org/bare", ["a.jsonl", "b.jsonl"])
     assert names("hf://org/bare/train") == ["a.jsonl", "b.jsonl"]
     with pytest.raises(UsageError, match="text: not found"):
         names("hf://org/bare/test")
-    for number, (about, word) in enumerate({
+    for number, (options, arg) in enumerate({
         "- config_name: en\n  data_dir: en\n": "data_dir without data_files in the card",
         "- config_name: en\n  data_dir: en\n  - split: x\n": "README.md: not YAML",
     }.items()):  # fmt: skip
         cached(
             f"org/dirs{number}", ["en/train.jsonl", "fr/train.jsonl"],
-            f"---\nconfigs:\n{about}---\n",
+            f"---\nconfigs:\n{options}---\n",
         )  # fmt: skip
-        with pytest.raises(UsageError, match=word):
+        with pytest.raises(UsageError, match=arg):
             names(f"hf://org/dirs{number}")
 
 
@@ -113,18 +113,18 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
     table = {"a.csv": b"text\nx\n"}
     served = Hub(datasets={"org/cards": files, "org/plain": plain, "org/csv": table})
     with serving(served, tmp_path, monkeypatch) as hub:
-        assert not is_data_here(about := DataConfig(name="text", path="hf://org/cards"))
+        assert not is_data_here(options := DataConfig(name="text", path="hf://org/cards"))
         assert hub.requests == []  # as an estimate asks
         for _ in range(2):
-            found = find_data("hf://org/cards")
-            assert [x.name for x in found.files] == ["1.jsonl", "2.jsonl"]
-            assert [x.name for x in found.validation] == ["y.jsonl"]
+            data = find_data("hf://org/cards")
+            assert [x.name for x in data.files] == ["1.jsonl", "2.jsonl"]
+            assert [x.name for x in data.validation] == ["y.jsonl"]
             assert hub.fetched() == {"README.md", "x/1.jsonl", "x/z/2.jsonl", "y.jsonl"}
             count = len(hub.requests)
-        assert (is_data_here(about), len(hub.requests)) == (True, count)
+        assert (is_data_here(options), len(hub.requests)) == (True, count)
         (trees,) = tmp_path.rglob("datasets--org--cards/trees")
         trees = trees.rename(tmp_path / "trees")  # as another program fetches the files
-        assert open_estimated(about).train.num_tokens == 3
+        assert open_estimated(options).train.num_tokens == 3
         assert len(hub.requests) == count
         trees.rename(next(tmp_path.rglob("datasets--org--cards")) / "trees")
         assert names("hf://org/cards:sft/test_sft") == ["y.jsonl"]
@@ -134,7 +134,7 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
         for path in ("org/cards:table", "org/csv"):
             done = tokenize_files(f"hf://{path}", TokenOutput(tmp_path / f"{path[-3:]}.bin"), BYTES)
             assert done.tokens == {"org/csv": 1}.get(path, 5)
-        for path, words in {
+        for path, errors in {
             "cards:sft": "name a split after a /, of train_sft, test_sft",
             "cards:local": "/etc/passwd in the card of the data set matches no file",
             "cards:above": "../../x.jsonl in the card of the data set matches no file",
@@ -144,7 +144,7 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
             "cards:b": "name a configuration after a :, of a",
             "none": "no such dataset on 127.0.0.1",
         }.items():  # fmt: skip
-            with pytest.raises(UsageError, match=f"^data.path=hf://org/{path}: .*{words}"):
+            with pytest.raises(UsageError, match=f"^data.path=hf://org/{path}: .*{errors}"):
                 find_data(f"hf://org/{path}")
 
 
@@ -168,7 +168,7 @@ def test_patterns_of_a_card_are_those_of_datasets(cached, pattern, expected):
     assert [each.removesuffix(".jsonl") for each in names("hf://org/globs")] == expected.split()
 
 
-@pytest.mark.parametrize(("patterns", "word"), {
+@pytest.mark.parametrize(("patterns", "arg"), {
     "[a/0.jsonl, 'a/[2-9].jsonl']": r"a/\[2-9\]\.jsonl in the card of the data set matches no file",
     "[a/0.jsonl, '{a,b}/0.jsonl']": r"\{a,b\}/0\.jsonl in the card of the data set matches no file",
     "'a/*.json'": r"a/\*\.json in the card", "a": "a in the card of the data set matches no file",
@@ -176,10 +176,10 @@ def test_patterns_of_a_card_are_those_of_datasets(cached, pattern, expected):
     "{train: a/0.jsonl}": "expected split and path",
     "[{path: a/0.jsonl}, 7.jsonl]": "expected split",
 }.items())  # fmt: skip
-def test_a_pattern_of_a_card_that_selects_nothing_is_an_error(cached, patterns, word):
+def test_a_pattern_of_a_card_that_selects_nothing_is_an_error(cached, patterns, arg):
     card = f"---\nconfigs:\n- config_name: default\n  data_files: {patterns}\n---\n"
     cached("org/globs", FILES, card)
-    with pytest.raises(UsageError, match=f"^data.path=hf://org/globs: .*{word}"):
+    with pytest.raises(UsageError, match=f"^data.path=hf://org/globs: .*{arg}"):
         names("hf://org/globs")
 
 
@@ -188,8 +188,8 @@ def test_without_a_card_names_tell(cached):
     assert names("hf://org/plain") == ["train-00000-of-00001.parquet"]
     assert names("hf://org/plain/test") == ["test-00000-of-00001.parquet"]
     cached("org/words", ["training.jsonl", "validation.jsonl"])
-    found = find_data("hf://org/words", option="chat")
-    assert [each.name for each in (*found.files, *found.validation)] == [
+    data = find_data("hf://org/words", option="chat")
+    assert [each.name for each in (*data.files, *data.validation)] == [
         "training.jsonl", "validation.jsonl"
     ]  # fmt: skip
     cached("org/part", ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"])

@@ -41,8 +41,8 @@ def test_every_position_has_one_source_however_it_is_asked(shares, start, count)
 
 
 def test_every_window_has_the_shares_within_one_sample():
-    found = ShareSchedule(SHARES).sources(0, 3 * PERIOD)
-    seen = np.cumsum(found[:, None] == np.arange(5), axis=0)
+    result = ShareSchedule(SHARES).sources(0, 3 * PERIOD)
+    seen = np.cumsum(result[:, None] == np.arange(5), axis=0)
     windows = seen[PERIOD:] - seen[:-PERIOD]
     assert np.abs(windows - PERIOD * np.array(SHARES)).max() < 1
     short = seen[64:] - seen[:-64]
@@ -70,8 +70,8 @@ def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
         assert of_source.sum() == counts[source]
         assert of_source.max() - of_source.min() <= 1  # epochs are whole
     assert rows.epochs(1200)["b"] == counts[1] / 70
-    said = [line for at in range(0, 300, 10) for line in rows.new_epochs(at, at + 10)]
-    assert said == ["b: epoch 2 begins"]
+    messages = [line for at in range(0, 300, 10) for line in rows.new_epochs(at, at + 10)]
+    assert messages == ["b: epoch 2 begins"]
 
 
 def test_sources_are_named_in_the_path(tmp_path):
@@ -79,18 +79,18 @@ def test_sources_are_named_in_the_path(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
     web, code = tmp_path / "web.txt", tmp_path / "code.txt"
     path = f"{web}:3,mine={code}:1"
-    found = open_data(DataConfig(name="text", path=path, val_fraction=0.1))
-    assert isinstance(found.train, Mixture)
-    named = [(each.name, each.share) for each in found.train.sources]
+    data = open_data(DataConfig(name="text", path=path, val_fraction=0.1))
+    assert isinstance(data.train, Mixture)
+    named = [(each.name, each.share) for each in data.train.sources]
     assert named == [("web", 0.75), ("mine", 0.25)]
-    assert found.description == "web (75.0%), mine (25.0%)"
-    assert isinstance(found.val, Mixture)
+    assert data.description == "web (75.0%), mine (25.0%)"
+    assert isinstance(data.val, Mixture)
     by_size = open_data(DataConfig(name="text", path=f"{web},{code}", val_fraction=0))
     assert by_size.description == "web (44.4%), code (55.6%)"
     other = open_data(DataConfig(name="text", path=f"{web}:0.7,{code}:0.5", val_fraction=0))
-    assert other.fingerprint != found.fingerprint
+    assert other.fingerprint != data.fingerprint
     assert other.notes[0] == "shares 0.7, 0.5 add up to 1.2 and are scaled to a sum of 1"
-    assert not any("scaled" in note for note in found.notes)
+    assert not any("scaled" in note for note in data.notes)
     for shares in ("0.7,0.2,0.1", "1,1,1", "0.1,0.2,0.3"):
         text = ",".join(f"{name}:{s}" for name, s in zip("abc", shares.split(","), strict=True))
         once = absolute_paths(text)
@@ -123,8 +123,8 @@ def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypat
         "[day=?.txt, lang=fr]": ["day=?.txt", "lang=fr"],
     }  # fmt: skip
     for text, expected in paths.items():
-        found = sources_in(text)
-        assert [(each.path, each.given_name) for each in found] == [(x, None) for x in expected]
+        result = sources_in(text)
+        assert [(each.path, each.given_name) for each in result] == [(x, None) for x in expected]
     assert [each.share for each in sources_in("lang=en/*.txt:1,lang=fr/:3")] == [0.25, 0.75]
     for text in ("mine=x/c.txt", "mine=x/*.txt", "mine=lang=en/*.txt"):
         one = sources_in(f"{text}:0.5,other.txt:0.5")[0]
@@ -133,12 +133,12 @@ def test_a_path_with_an_equals_sign_is_a_path_if_it_is_there(tmp_path, monkeypat
     assert data.description == "a (50.0%), b (50.0%)"
 
 
-@pytest.mark.parametrize(("text", "word"), [
+@pytest.mark.parametrize(("text", "arg"), [
     ("a.txt:1,b.txt", "b.txt has no share"), ("a.txt:0,b.txt:1", "expected a share above 0"),
     ("a.txt:nan,b.txt:1", "expected a share above 0"), ("[]", "expected at least one file"),
 ])  # fmt: skip
-def test_a_mistake_in_a_mixture_is_named(text, word):
-    with pytest.raises(UsageError, match=word):
+def test_a_mistake_in_a_mixture_is_named(text, arg):
+    with pytest.raises(UsageError, match=arg):
         sources_in(text)
 
 

@@ -61,8 +61,8 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
     for start, end in zip(documents.starts, documents.starts[1:], strict=False):
         if end - start - 1 <= ROOM or too_long == "truncate":
             part = range(start + 1, min(end, start + 1 + ROOM))
-            wanted |= {place + 1 for place in part if documents.loss_mask[place]}
-    found = list[int]()
+            wanted |= {document + 1 for document in part if documents.loss_mask[document]}
+    results = list[int]()
     for number in range(len(rows)):
         row = rows[number]
         assert row.tokens.shape == row.targets.shape == (ROOM,)
@@ -70,12 +70,12 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
         assert shares_rows or len(row.lengths) <= 2
         counts = row.targets != IGNORE_INDEX
         assert (row.targets[counts] == row.tokens[counts] + 1).all()
-        found += row.targets[counts].tolist()
+        results += row.targets[counts].tolist()
         assert not counts[ROOM - row.padding :].any()
         starts = np.cumsum([0, *row.lengths])[:-1]
         firsts = row.tokens[starts[: len(row.lengths) - bool(row.padding)]]
         assert set(firsts.tolist()) <= {int(each) + 1 for each in documents.starts[:-1]}
-    assert (sorted(found), rows.num_targets) == (sorted(wanted), len(wanted))
+    assert (sorted(results), rows.num_targets) == (sorted(wanted), len(wanted))
     filled = sum(rows[number].padding for number in range(len(rows)))
     assert rows.num_tokens == len(rows) * ROOM - filled
 

@@ -25,15 +25,15 @@ def bpe(normalizer=None, pre_tokenizer=None, post=None):
     letters = dict.fromkeys([*SPECIALS, *LETTERS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
     names = [*letters, *(a + b for a, b in MERGES)]
     model = models.BPE({each: n for n, each in enumerate(names)}, MERGES, unk_token="<unk>")
-    return made(model, normalizer, pre_tokenizer, post)
+    return make_tokenizer(model, normalizer, pre_tokenizer, post)
 
 
-def made(model, normalizer=None, pre_tokenizer=None, post=None):
-    found = Tokenizer(model)
-    found.add_special_tokens(SPECIALS)
-    found.normalizer, found.pre_tokenizer = normalizer, pre_tokenizer
-    found.post_processor = post or found.post_processor
-    return found
+def make_tokenizer(model, normalizer=None, pre_tokenizer=None, post=None):
+    result = Tokenizer(model)
+    result.add_special_tokens(SPECIALS)
+    result.normalizer, result.pre_tokenizer = normalizer, pre_tokenizer
+    result.post_processor = post or result.post_processor
+    return result
 
 
 def llama_2():
@@ -45,13 +45,13 @@ def llama_2():
 def unigram():
     names = [*SPECIALS, *LETTERS, "▁a", "▁ab", "he", "▁the"]
     model = models.Unigram([(each, -float(n)) for n, each in enumerate(names)], 0)
-    return made(model, normalizers.NFKC(), pre_tokenizers.Metaspace())
+    return make_tokenizer(model, normalizers.NFKC(), pre_tokenizers.Metaspace())
 
 
 def word_piece():
     names = [*SPECIALS, *LETTERS, *(f"##{each}" for each in LETTERS), "the", "##ab"]
     model = models.WordPiece({each: n for n, each in enumerate(names)}, unk_token="<unk>")
-    return made(model, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
+    return make_tokenizer(model, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
 
 
 def runs():
@@ -60,9 +60,9 @@ def runs():
     merges = [(each * n, each * n) for each in ("Ġ", "Ċ", "a") for n in (1, 2, 4, 8)]
     names = [*alphabet, *(a + b for a, b in merges)]
     model = models.BPE({each: n for n, each in enumerate(names)}, merges)
-    found = made(model, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
-    found.decoder = decoders.ByteLevel()
-    return found
+    result = make_tokenizer(model, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    result.decoder = decoders.ByteLevel()
+    return result
 
 
 MAKERS = {
@@ -84,15 +84,15 @@ MAKERS = {
 
 
 def written(tokenizer):
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
-    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(about)}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(options)}
     return FileTokenizer("made", {name: text.encode() for name, text in files.items()})
 
 
 def lines(count, seed=0):
     draw = random.Random(seed)
-    words = ["the", "ab", "abab", "ABCD,", "hé", "日本", "日", "x<call>y", "<s>", ".", "a"]
-    texts = (" ".join(draw.choices(words, k=draw.randrange(12))) for _ in range(count))
+    args = ["the", "ab", "abab", "ABCD,", "hé", "日本", "日", "x<call>y", "<s>", ".", "a"]
+    texts = (" ".join(draw.choices(args, k=draw.randrange(12))) for _ in range(count))
     return "".join(f"{'  ' * draw.randrange(3)}{each}\n" for each in texts)
 
 
@@ -146,8 +146,8 @@ def test_a_cut_in_a_run_loses_nothing_or_is_refused(name, tmp_path):
     for run in (" ", "\n", "a", "\u0301", "é", "ab", "\n ", "日", "<call>"):
         for more in range(2):
             text = f"{'harbor ' * 150}{run * (3600 + more)}{' seven' * 300}"
-            if (found := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
-                assert found == encoded(tokenizer, text).tolist(), (run, more)
+            if (pieces := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
+                assert pieces == encoded(tokenizer, text).tolist(), (run, more)
                 read += 1
     assert 0 < read < 18
 
@@ -157,9 +157,9 @@ def test_a_run_of_blanks_is_read_if_a_token_of_the_whole_begins_at_the_cut(tmp_p
     tokenizer, read = written(runs()), 0
     for shift in range(16):  # of which one is that of the tokens of 16 blanks around the cut
         text = f"{'x' * (500 + shift)}{' ' * 3600}{' seven' * 400}"
-        if (found := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
-            assert found == encoded(tokenizer, text).tolist()
-            assert tokenizer.decode(found[:-1]) == text
+        if (pieces := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
+            assert pieces == encoded(tokenizer, text).tolist()
+            assert tokenizer.decode(pieces[:-1]) == text
             read += 1
     assert read == 1
 
@@ -167,12 +167,12 @@ def test_a_run_of_blanks_is_read_if_a_token_of_the_whole_begins_at_the_cut(tmp_p
 @pytest.mark.usefixtures("_small")
 def test_a_run_after_words_is_read_whatever_its_length(tmp_path):
     tokenizer = written(runs())
-    for words, count in ((250, 5000), (301, 2777), (380, 3601)):
+    for lengths, count in ((250, 5000), (301, 2777), (380, 3601)):
         for run in (" ", "\n", "\n  "):
-            text = f"{'harbor ' * words}{run * count}{' seven' * 400}"
+            text = f"{'harbor ' * lengths}{run * count}{' seven' * 400}"
             text = text[: 2 * 3000 - 600] + " seven" * 200  # of which one cut is in the run
-            found = in_pieces(text, tokenizer, tmp_path / "a.txt")
-            assert found == encoded(tokenizer, text).tolist(), (words, run)
+            pieces = in_pieces(text, tokenizer, tmp_path / "a.txt")
+            assert pieces == encoded(tokenizer, text).tolist(), (lengths, run)
 
 
 @pytest.mark.usefixtures("_small")
@@ -190,7 +190,9 @@ def test_bytes_are_cut_without_a_trace(tmp_path):
 
 @pytest.mark.usefixtures("_small")
 def test_a_text_whose_tokens_depend_on_its_start_is_refused(tmp_path):
-    tokenizer = written(made(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>")))
+    tokenizer = written(
+        make_tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    )
     (tmp_path / "a.txt").write_text("b" * 9000)
     with pytest.raises(UsageError, match="depend on text that is far away; split the file"):
         tokenize_files(str(tmp_path / "a.txt"), TokenOutput(tmp_path / "a.bin"), tokenizer)

@@ -41,35 +41,35 @@ def bucket(tmp_path, monkeypatch):
     return folder, upload
 
 
-def batches(path, **about):
-    data = open_data(DataConfig(name="tokens", path=path, val_fraction=0, **about))
+def batches(path, **kwargs):
+    data = open_data(DataConfig(name="tokens", path=path, val_fraction=0, **kwargs))
     return Batches(data.train.samples(8), plan_batches(6, 2), 0, 60_000)
 
 
 def same(here, there, steps=30):
     for step in range(steps):
         for rank in range(2):
-            own, other = (each.training(6 * step, rank, 0) for each in (here, there))
-            assert own.tokens.tolist() == other.tokens.tolist()
-            assert own.targets.tolist() == other.targets.tolist()
+            samples, other = (each.training(6 * step, rank, 0) for each in (here, there))
+            assert samples.tokens.tolist() == other.tokens.tolist()
+            assert samples.targets.tolist() == other.targets.tolist()
     return True
 
 
 def test_samples_are_those_of_the_files_and_each_is_fetched_once(bucket, monkeypatch):
     folder, upload = bucket
     upload()
-    asked: Counter[tuple[str, int, int]] = Counter()
+    requests: Counter[tuple[str, int, int]] = Counter()
     plain = MemoryFileSystem.cat_file
 
-    def counted(self, path, start=None, end=None, **about):
-        asked[path, start, end] += 1
-        return plain(self, path, start=start, end=end, **about)
+    def counted(self, path, start=None, end=None, **kwargs):
+        requests[path, start, end] += 1
+        return plain(self, path, start=start, end=end, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
     there = batches("memory://bucket")
-    asked.clear()
+    requests.clear()
     assert same(batches(str(folder)), there, steps=11)  # and 7 ahead: within an epoch
-    assert max(asked.values()) == 1
+    assert max(requests.values()) == 1
     assert there.samples.is_remote
     assert batches("memory://bucket/*_[12].bin").num_samples == 599 // 8
 
@@ -79,10 +79,10 @@ def test_a_store_that_fails_at_random_changes_no_sample(bucket, monkeypatch):
     upload()
     rng, plain = random.Random(0), MemoryFileSystem.cat_file
 
-    def failing(self, path, start=None, end=None, **about):
+    def failing(self, path, start=None, end=None, **kwargs):
         if rng.random() < 0.3:
             raise rng.choice([OSError("reset"), TimeoutError(), ValueError("500")])
-        return plain(self, path, start=start, end=end, **about)
+        return plain(self, path, start=start, end=end, **kwargs)
 
     monkeypatch.setattr(stores, "_ATTEMPTS", 40)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
@@ -107,18 +107,18 @@ def test_a_file_of_the_same_size_that_replaces_another_is_named(bucket):
 def test_samples_that_are_fetched_together_share_a_question_about_their_file(bucket, monkeypatch):
     _, upload = bucket
     upload()
-    asked, plain = Counter[str](), MemoryFileSystem.info
+    requests, plain = Counter[str](), MemoryFileSystem.info
 
-    def slow(self, path, **about):
-        asked[path] += 1
+    def slow(self, path, **kwargs):
+        requests[path] += 1
         time.sleep(0.02)
-        return plain(self, path, **about)
+        return plain(self, path, **kwargs)
 
     there = batches("memory://bucket").samples
     monkeypatch.setattr(MemoryFileSystem, "info", slow)
     there.fetch(range(36))
     assert len([there[number] for number in range(36)]) == 36
-    assert 1 <= asked["/bucket/train_0.bin"] < 18
+    assert 1 <= requests["/bucket/train_0.bin"] < 18
 
 
 @pytest.mark.parametrize(("listed", "single"), [

@@ -71,20 +71,20 @@ WRITERS = {
 }
 
 
-def opened(path, **about):
-    found = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0, **about)).train
-    assert isinstance(found, TokenStream)
-    return found
+def opened(path, **kwargs):
+    data = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0, **kwargs)).train
+    assert isinstance(data, TokenStream)
+    return data
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
-    about = {"format": kind} if kind in ("uint16", "uint32") else {}
-    if about:
+    options = {"format": kind} if kind in ("uint16", "uint32") else {}
+    if options:
         with pytest.raises(UsageError, match=r"data\.format=uint16"):
             opened(path)
-    assert opened(path, **about).tokens[:].tolist() == TOKENS.tolist()
+    assert opened(path, **options).tokens[:].tolist() == TOKENS.tolist()
     if kind.startswith(("megatron", "datatrove")):
         rows = opened(path, packing=True).samples(100)
         for number in range(len(rows)):
@@ -96,7 +96,7 @@ def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
             assert (start + np.cumsum(sample.lengths)).tolist() == sorted({*inside, start + 100})
     else:
         with pytest.raises(UsageError, match="does not record the ends of documents"):
-            opened(path, packing=True, **about)
+            opened(path, packing=True, **options)
 
 
 def test_several_sequences_of_megatron_are_one_document(tmp_path):
@@ -117,7 +117,7 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "word"), [
+@pytest.mark.parametrize(("spoil", "arg"), [
     (lambda at: write_llm_c(at / "a.bin", count=1000), "truncated: expected 1000 ids"),
     (lambda at: write_llm_c(at / "a.bin", version=3), "is missing"),
     (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "truncated"),
@@ -134,9 +134,9 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
     (lambda at: (write_llm_c(at / "a.bin"), write_numpy(at / "b.npy")), "expected 50257"),
     (lambda at: write_raw(at / "test.bin"), "no files to train on, but test.bin"),
 ])  # fmt: skip
-def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):
+def test_damaged_and_unlike_files_are_named(tmp_path, spoil, arg):
     spoil(tmp_path)
-    with pytest.raises(UsageError, match=word):
+    with pytest.raises(UsageError, match=arg):
         open_token_files(str(tmp_path))
 
 

@@ -58,9 +58,9 @@ def _difference(folder: Path, layout: Layout) -> str:
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
         if theirs.is_fast:
             plain = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
-            found = ours.encode_texts([text])[0]
-            assert found.tokens.tolist() == plain["input_ids"]
-            offsets = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
+            result = ours.encode_texts([text])[0]
+            assert result.tokens.tolist() == plain["input_ids"]
+            offsets = list(zip(result.starts.tolist(), result.stops.tolist(), strict=True))
             assert offsets == plain["offset_mapping"]
             assert [*ours.prefix, *plain["input_ids"], *ours.suffix] == expected, (
                 layout.name,
@@ -74,12 +74,12 @@ def _difference(folder: Path, layout: Layout) -> str:
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.filterwarnings("ignore")
 def test_tokens_are_those_of_transformers_in_every_layout(every, tmp_path):
-    found = {
+    result = {
         each.name: _difference(write_layout(tmp_path / str(number), each), each)
         for number, each in enumerate([*layouts()][::every])
     }
-    refused = {name: why for name, why in found.items() if why}
-    assert len(found) >= 100 // every
+    refused = {name: why for name, why in result.items() if why}
+    assert len(result) >= 100 // every
     assert len(refused) < 5, refused
 
 
@@ -131,16 +131,16 @@ def test_nothing_outside_the_directory_is_read(tmp_path):
 def test_a_tokenizer_without_positions_makes_text_but_no_chats(tmp_path):
     config = {"tokenizer_class": "CTRLTokenizer"}
     folder = write_layout(tmp_path / "tok", Layout("slow", config=config, slow=True))
-    found = open_tokenizer(str(folder))
-    assert isinstance(found, FileTokenizer)
-    assert len(encoded(found, "ab"))
+    tokenizer = open_tokenizer(str(folder))
+    assert isinstance(tokenizer, FileTokenizer)
+    assert len(encoded(tokenizer, "ab"))
     with pytest.raises(UsageError, match="CTRLTokenizer returns no positions of tokens"):
-        found.encode_texts(["ab"])
+        tokenizer.encode_texts(["ab"])
 
 
 def test_the_checksum_has_what_decides_tokens_and_no_more(tmp_path):
-    def checksum(name: str, **about: Any) -> str:
-        return open_tokenizer(str(write_layout(tmp_path / name, Layout(name, **about)))).checksum
+    def checksum(name: str, **kwargs: Any) -> str:
+        return open_tokenizer(str(write_layout(tmp_path / name, Layout(name, **kwargs)))).checksum
 
     plain = checksum("plain", config={"eos_token": "</s>"})
     assert plain == checksum("map", special_map={"eos_token": "</s>"})
@@ -200,8 +200,8 @@ def test_a_begin_token_that_is_split_as_text_is_no_begin_token(tmp_path):
     layout = Layout("split", config=config, post=POSTS["begin"])
     ours = open_tokenizer(str(write_layout(tmp_path / "t", layout)))
     assert isinstance(ours, FileTokenizer)
-    found = encoded(ours, "<s>ab").tolist()
-    assert found[0] == ours.prefix[0] != found[1]
+    result = encoded(ours, "<s>ab").tolist()
+    assert result[0] == ours.prefix[0] != result[1]
 
 
 def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
@@ -212,12 +212,12 @@ def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
     pairs = [{"prompt": "<s>ab", "completion": " the"}, {"prompt": "ab", "completion": " the"}]
     for number, some in enumerate((rows, pairs)):
         file = write_lines(tmp_path / f"{number}.jsonl", some)
-        found = open_data(DataConfig("chat", str(file), val_fraction=0.0, tokenizer=folder))
-        assert isinstance(found.train, DocumentSet)
-        tokens = [found.train[index][0].tolist() for index in range(2)]
+        data = open_data(DataConfig("chat", str(file), val_fraction=0.0, tokenizer=folder))
+        assert isinstance(data.train, DocumentSet)
+        tokens = [data.train[index][0].tolist() for index in range(2)]
         assert tokens[0] == tokens[1]
         if some is pairs:
-            trained = [found.train[index][1][1:].tolist() for index in range(2)]
+            trained = [data.train[index][1][1:].tolist() for index in range(2)]
             assert trained[0] == trained[1]
 
 
@@ -236,10 +236,10 @@ def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
     folder = write_layout(tmp_path / "t", Layout("own", config={"eos_token": "</s>"}))
     files = [f"data.path={make_text(tmp_path)}", f"data.tokenizer={folder}"]
     typed = [*TINY, *files, "launch.device=cpu", *more]
-    found = prepare(compose_config(typed))
-    (said,) = (note for note in found.notes if note.startswith("cache: "))
-    assert re.fullmatch(rf"cache: {home}/.cache/fsdpctl: [A-Z][\w ]+; using {cache}", said)
-    assert inspect_run_dir(found.config, "auto").start_kind is StartKind.NEW
+    resolved = prepare(compose_config(typed))
+    (messages,) = (note for note in resolved.notes if note.startswith("cache: "))
+    assert re.fullmatch(rf"cache: {home}/.cache/fsdpctl: [A-Z][\w ]+; using {cache}", messages)
+    assert inspect_run_dir(resolved.config, "auto").start_kind is StartKind.NEW
     monkeypatch.delattr(FileTokenizer, "encode_pieces")  # its tokens are there
     prepare(compose_config(typed))
     assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-", "texts"}

@@ -47,10 +47,10 @@ def texts(tmp_path):
 
 
 def tokens_at(path):
-    found = open_token_files(str(path)).train
-    for each in found:
+    data = open_token_files(str(path)).train
+    for each in data:
         check_tokens(each, None)
-    return np.concatenate([each.shard.read(0, each.shard.count) for each in found]).tolist()
+    return np.concatenate([each.shard.read(0, each.shard.count) for each in data]).tolist()
 
 
 @pytest.mark.parametrize("kind", ["source", "texts"])
@@ -88,18 +88,18 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
     left = [0]
 
     def dying(call):
-        def made(*args, **about):
+        def dying_call(*args, **kwargs):
             left[0] -= 1
             if left[0] == 0:
                 raise KilledError
-            result = call(*args, **about)
+            result = call(*args, **kwargs)
             if left[0] == -1:
                 if result is not None:
                     result.close()
                 raise KilledError
             return result
 
-        return made
+        return dying_call
 
     for room, name in (
         (files, "write_atomic"), (tokenizing, "write_header"), (tokenizing, "open_nofollow")

@@ -48,7 +48,7 @@ class BegunError(Exception):
 
 def read_options(lines: Sequence[Line]) -> None:
     """Read the options of lines and recipes together: reading each alone takes most of the time."""
-    pairs = [word.partition("=")[::2] for line in lines for word in line.words]
+    pairs = [arg.partition("=")[::2] for line in lines for arg in line.args]
     for name in recipe_names():
         pairs += read_recipe(find_recipe(name))
     options = {
@@ -63,30 +63,30 @@ def read_options(lines: Sequence[Line]) -> None:
 
 def problem_of(line: Line) -> str | None:
     """Return the problem of a line, in a directory with its inputs; None if it is valid."""
-    program, *words = line.words
+    program, *args = line.args
     if program == "fsdpctl":
-        return _of_fsdpctl(words)
+        return _of_fsdpctl(args)
     if program == "make":
-        return _of_make(words)
+        return _of_make(args)
     if program in ("pip", "uv"):
-        return _of_pip(words)
-    if program in ("uvx", "pipx") and ADDRESS not in words:
+        return _of_pip(args)
+    if program in ("uvx", "pipx") and ADDRESS not in args:
         return f"expected {ADDRESS}"
-    if program in ("python", "torchrun") or "fsdpctl" in words:
-        return _of_launched(program, words)
-    return _of_files(words)
+    if program in ("python", "torchrun") or "fsdpctl" in args:
+        return _of_launched(program, args)
+    return _of_files(args)
 
 
-def _of_fsdpctl(words: Sequence[str]) -> str | None:
-    if len(words) == 1 and words[0] in COMMANDS:
+def _of_fsdpctl(args: Sequence[str]) -> str | None:
+    if len(args) == 1 and args[0] in COMMANDS:
         return None  # the name of a command, in a sentence
-    if words[0].startswith("-"):
+    if args[0].startswith("-"):
         known = {opt for param in typer.main.get_command(app).params for opt in param.opts}
-        return None if words[0] in {*known, "--help"} else f"{words[0]}: no such option"
+        return None if args[0] in {*known, "--help"} else f"{args[0]}: no such option"
     with ExitStack() as stack:
         for name in _WORK:
             stack.enter_context(mock.patch(name, side_effect=BegunError))
-        result = CliRunner().invoke(app, list(words))
+        result = CliRunner().invoke(app, list(args))
     if "of the recipe ignored" in result.output:
         return result.output  # the line and its recipe contradict
     if isinstance(result.exception, BegunError) or result.exit_code == 0:
@@ -96,39 +96,39 @@ def _of_fsdpctl(words: Sequence[str]) -> str | None:
     raise result.exception or AssertionError(result.output)
 
 
-def _of_make(words: Sequence[str]) -> str | None:
+def _of_make(args: Sequence[str]) -> str | None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
-    for word in words:
-        name, equals, _ = word.partition("=")
+    for arg in args:
+        name, equals, _ = arg.partition("=")
         if not (f"$({name})" in makefile if equals else name in targets):
-            return f"{word}: no such target or variable"
+            return f"{arg}: no such target or variable"
     return None
 
 
-def _of_pip(words: Sequence[str]) -> str | None:
+def _of_pip(args: Sequence[str]) -> str | None:
     """Check the packages that are installed; each option has a value."""
-    if words == ["build"]:
+    if args == ["build"]:
         return None
-    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = about["optional-dependencies"]
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = options["optional-dependencies"]
     known = {re.split(r"[<>=]", each)[0] for of in extras.values() for each in of}
     known |= {ADDRESS, *(f"fsdpctl[{each}]" for each in extras)}
-    for before, word in pairwise(words[words.index("install") :]):
-        is_option = before.startswith("-") or word.startswith("-")
-        if not is_option and word not in known:
-            return f"{word}: no such package"
+    for before, arg in pairwise(args[args.index("install") :]):
+        is_option = before.startswith("-") or arg.startswith("-")
+        if not is_option and arg not in known:
+            return f"{arg}: no such package"
     return None
 
 
-def _of_launched(program: str, words: Sequence[str]) -> str | None:
+def _of_launched(program: str, args: Sequence[str]) -> str | None:
     """Check what a launcher of ranks, or Python, runs: fsdpctl, a module or a file."""
-    if "fsdpctl" in words:
-        return _of_fsdpctl(words[len(words) - words[::-1].index("fsdpctl") :])
+    if "fsdpctl" in args:
+        return _of_fsdpctl(args[len(args) - args[::-1].index("fsdpctl") :])
     if program == "torchrun":
-        words = words[2:] if words[0] == "--nproc-per-node" else [f"{program} {words[0]}"]
-    file = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]
-    arguments = words[2 if words[0] == "-m" else 1 :]
+        args = args[2:] if args[0] == "--nproc-per-node" else [f"{program} {args[0]}"]
+    file = args[1].replace(".", "/") + ".py" if args[0] == "-m" else args[0]
+    arguments = args[2 if args[0] == "-m" else 1 :]
     if file == "benchmarks/NAME.py":
         return None
     if not (ROOT / file).is_file():
@@ -138,7 +138,7 @@ def _of_launched(program: str, words: Sequence[str]) -> str | None:
     return _of_parser(file.removesuffix(".py").replace("/", "."), arguments)
 
 
-def _of_parser(module: str, words: Sequence[str]) -> str | None:
+def _of_parser(module: str, arguments: Sequence[str]) -> str | None:
     """Check options and their values by the module's own parser."""
     parse = argparse.ArgumentParser.parse_args
 
@@ -149,22 +149,22 @@ def _of_parser(module: str, words: Sequence[str]) -> str | None:
     with (
         warnings.catch_warnings(action="ignore"),  # modules that torch imports warn
         mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
-        mock.patch.object(sys, "argv", [module, *words]),
+        mock.patch.object(sys, "argv", [module, *arguments]),
         suppress(BegunError),
     ):
         try:
             importlib.import_module(module).main()
         except SystemExit:
-            return f"{module}: {' '.join(words)} not accepted"
+            return f"{module}: {' '.join(arguments)} not accepted"
     return None
 
 
-def _of_files(words: Sequence[str]) -> str | None:
+def _of_files(args: Sequence[str]) -> str | None:
     """Check the file that the program of a cluster starts, and the arguments of the file."""
-    for at, word in enumerate(words):
-        if "/" in word:
-            if not (ROOT / word).is_file():
-                return f"{word}: not found"
-            passed_on = words[at + 1 :]
+    for at, arg in enumerate(args):
+        if "/" in arg:
+            if not (ROOT / arg).is_file():
+                return f"{arg}: not found"
+            passed_on = args[at + 1 :]
             return _of_fsdpctl(["train", "launch=slurm", *passed_on]) if passed_on else None
     return None

@@ -56,58 +56,58 @@ _SECONDS = 600
 
 def reason_to_only_check(line: Line) -> str | None:
     """Return why a line isn't executed; None if it is."""
-    words = line.words
-    if words[0] == "fsdpctl" and len(words) == 2 and words[1] not in _COMPLETE:
+    args = line.args
+    if args[0] == "fsdpctl" and len(args) == 2 and args[1] not in _COMPLETE:
         return "the name of a command, in a sentence"
-    if words[1:] == ["compare", "--simulate"]:
+    if args[1:] == ["compare", "--simulate"]:
         return "a command and its option, in a sentence: a simulation needs a cluster"
     for name, why in ONLY_CHECKED.items():
-        if words[: len(name.split())] == name.split() or name in words:
+        if args[: len(name.split())] == name.split() or name in args:
             return why
     return None
 
 
 def execute(line: Line, folder: Path) -> list["subprocess.CompletedProcess[str]"]:
     """Run a line to its end, on two nodes of this machine if it is for several."""
-    words = [_SMALLER.get(word, word) for word in line.words]
-    words += shrinking(words)
-    if "launch.nnodes=2" not in words:
-        return [_finished(_start(words, folder))]
-    words = [f"train.run_dir={folder / 'shared'}" if "run_dir=" in each else each for each in words]
-    words = [each for each in words if "node_rank=" not in each and "rdzv_endpoint=" not in each]
-    words += [f"launch.rdzv_endpoint={free_endpoint()}"]
-    nodes = [_start([*words, f"launch.node_rank={node}"], folder) for node in range(2)]
+    args = [_SMALLER.get(arg, arg) for arg in line.args]
+    args += shrinking(args)
+    if "launch.nnodes=2" not in args:
+        return [_finished(_start(args, folder))]
+    args = [f"train.run_dir={folder / 'shared'}" if "run_dir=" in each else each for each in args]
+    args = [each for each in args if "node_rank=" not in each and "rdzv_endpoint=" not in each]
+    args += [f"launch.rdzv_endpoint={free_endpoint()}"]
+    nodes = [_start([*args, f"launch.node_rank={node}"], folder) for node in range(2)]
     return [_finished(each) for each in nodes]
 
 
-def shrinking(words: Sequence[str]) -> list[str]:
+def shrinking(args: Sequence[str]) -> list[str]:
     """Return the arguments that make a line take seconds."""
-    if "fsdpctl" not in words:
-        return ["--steps", "4"] if "docs/examples/conv_net.py" in words else []
-    command = words[words.index("fsdpctl") + 1]
-    if command == "compare" and "--simulate" not in words:
-        added = [] if "--steps" in words else ["--steps", "4"]
-        return [*added, *_settings(words, _SHORT, "train.steps")]
-    if command != "train" or "--dry-run" in words:
+    if "fsdpctl" not in args:
+        return ["--steps", "4"] if "docs/examples/conv_net.py" in args else []
+    command = args[args.index("fsdpctl") + 1]
+    if command == "compare" and "--simulate" not in args:
+        added = [] if "--steps" in args else ["--steps", "4"]
+        return [*added, *_settings(args, _SHORT, "train.steps")]
+    if command != "train" or "--dry-run" in args:
         return []
-    more = [each for name, each in _RECIPES.items() if name in words]
-    without = "train.steps" if any("train.tokens=" in each for each in words) else ""
-    sizes = _SHORT | (_NARROW if "model=llama3_8b" in words else {}) | (more[0] if more else {})
-    return _settings(words, sizes, without)
+    more = [each for name, each in _RECIPES.items() if name in args]
+    without = "train.steps" if any("train.tokens=" in each for each in args) else ""
+    sizes = _SHORT | (_NARROW if "model=llama3_8b" in args else {}) | (more[0] if more else {})
+    return _settings(args, sizes, without)
 
 
-def _settings(words: Sequence[str], sizes: dict[str, str], without: str) -> list[str]:
-    set_names = {word.partition("=")[0] for word in words} | {without}
+def _settings(args: Sequence[str], sizes: dict[str, str], without: str) -> list[str]:
+    set_names = {arg.partition("=")[0] for arg in args} | {without}
     return [f"{name}={text}" for name, text in sizes.items() if name not in set_names]
 
 
-def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
+def _start(args: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
     """Start the program of this checkout; files of the repository are named from its root."""
     programs = {
         "fsdpctl": [sys.executable, "-m", "fsdpctl"], "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }  # fmt: skip
-    (program, *others) = words
+    (program, *others) = args
     others = [str(ROOT / each) if (ROOT / each).is_file() else each for each in others]
     return subprocess.Popen(
         [*programs[program], *others], cwd=folder,

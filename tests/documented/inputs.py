@@ -70,8 +70,8 @@ def make_inputs(folder: Path) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     make_chats(folder / "chats.jsonl", 60)
-    words = (folder / "FILE", folder / "tokens.bin", "--tokenizer", folder / "DIR")
-    assert invoke("tokenize", *map(str, words))[0] == 0
+    args = (folder / "FILE", folder / "tokens.bin", "--tokenizer", folder / "DIR")
+    assert invoke("tokenize", *map(str, args))[0] == 0
     for suffix in (".bin", ".json"):
         shutil.copy(folder / f"tokens{suffix}", folder / f"tokens-00000{suffix}")
     for name in ("my.yaml", "recipe.yaml", "best.yaml", "job.yaml"):
@@ -92,9 +92,9 @@ def make_unfinished_runs(folder: Path) -> Path:
     for name in ("a", "b", "mine"):
         make_checkpoint(folder / "runs" / name / "checkpoints" / "step-00000001")
     (folder / "runs" / "latest").symlink_to("a")
-    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    options = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     (folder / "adapters").mkdir()
-    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(about))
+    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(options))
     make_hugging_face(folder / "runs/a/checkpoints/step-00000001", folder / "EXPORT")
     return folder
 
@@ -102,24 +102,24 @@ def make_unfinished_runs(folder: Path) -> Path:
 @contextmanager
 def prepared(line: Line, folder: Path) -> Iterator[None]:
     """Set aside files that the line writes, and link runs/latest to a run that it applies to."""
-    words = line.words
+    args = line.args
     latest = folder / "runs" / "latest"
     if (folder / "runs" / _ADAPTED).exists():
         latest.unlink(missing_ok=True)
-        latest.symlink_to(_ADAPTED if any(each in words for each in _OF_ADAPTERS) else "a")
-    written = [after for word, after in zip(words, words[1:], strict=False) if word in _WRITES]
-    if words[0] == "fsdpctl" and words[1] in _WRITERS:
-        written += words[2 + _WRITERS[words[1]] :][:1]
+        latest.symlink_to(_ADAPTED if any(each in args for each in _OF_ADAPTERS) else "a")
+    written = [after for arg, after in zip(args, args[1:], strict=False) if arg in _WRITES]
+    if args[0] == "fsdpctl" and args[1] in _WRITERS:
+        written += args[2 + _WRITERS[args[1]] :][:1]
     paths = [folder / name for name in written]
     paths += [each.with_suffix(".json") for each in paths if each.suffix == ".bin"]
     with tempfile.TemporaryDirectory(dir=folder) as aside:
-        kept = [each for each in paths if each.exists()]
-        for each in kept:
+        existing = [each for each in paths if each.exists()]
+        for each in existing:
             each.rename(Path(aside, each.name))
         try:
             yield
         finally:
             for each in paths:
                 shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)
-            for each in kept:
+            for each in existing:
                 Path(aside, each.name).rename(each)

@@ -33,7 +33,7 @@ class Line:
         return f"{self.source}: {self.text}"
 
     @property
-    def words(self) -> list[str]:
+    def args(self) -> list[str]:
         """The arguments that the shell passes, the program first."""
         return shlex.split(self.text.partition(" > ")[0])
 

@@ -36,10 +36,10 @@ def test_every_reason_not_to_execute_a_line_applies_to_one() -> None:
 @pytest.mark.parametrize("line", EXECUTED, ids=lambda line: line.text)
 def test_the_command_line_runs(line: Line, inputs: Path) -> None:
     """A dry run may find that a large model does not fit on this machine."""
-    for word, package in PACKAGES.items():
-        if word in line.words and importlib.util.find_spec(package) is None:
+    for arg, package in PACKAGES.items():
+        if arg in line.args and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    accepted = (0, DoesNotFitError.exit_code) if "--dry-run" in line.words else (0,)
+    accepted = (0, DoesNotFitError.exit_code) if "--dry-run" in line.args else (0,)
     with prepared(line, inputs):
         for done in execute(line, inputs):
             assert done.returncode in accepted, f"{line}\n{shlex.join(done.args)}\n{done.stdout}"

@@ -18,8 +18,8 @@ _SOURCES = ("streams.cpp", "memory.cpp", "operators.cpp", "nccl.cpp")
 
 def library() -> Path:
     """Return the path of the extension for this torch and Python, built or not."""
-    if given := os.environ.get("EMULATED_CUDA_LIBRARY"):
-        return Path(given)
+    if path := os.environ.get("EMULATED_CUDA_LIBRARY"):
+        return Path(path)
     digest = hashlib.sha256(f"{version('torch')} {sys.version}".encode())
     for file in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(file.read_bytes())
@@ -56,8 +56,8 @@ def build() -> Path:
         flags += ["-DUSE_C10D_GLOO", *(shlex.quote(f"-I{each}") for each in includes)]
         objects = [f"{Path(each).stem}.o" for each in _SOURCES]
         rules = [
-            f"{made}: {source}\n\tc++ {' '.join(flags)} -c $< -o $@"
-            for made, source in zip(objects, _SOURCES, strict=True)
+            f"{compiled}: {source}\n\tc++ {' '.join(flags)} -c $< -o $@"
+            for compiled, source in zip(objects, _SOURCES, strict=True)
         ]
         libraries = shlex.join(f"-L{each}" for each in library_paths())
         linked = f"-shared {' '.join(objects)} {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python"

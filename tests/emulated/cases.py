@@ -81,7 +81,7 @@ class Case:
         model = self.model(device, world_size)
         optimizer = ShardedAdamW(model, lr=1e-2)
         count = 1 if self.window == "one" else 2
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         of_steps = [
             [to_device(batch, device) for batch in of_ranks[rank]]
             for of_ranks in token_batches(STEPS + 1, world_size, count)
@@ -109,24 +109,24 @@ class Case:
                 if model.can_prefetch:
                     model.prefetch_forward_params()
                 with torch.no_grad():
-                    found.append(next_token_loss(model, batches[0]).detach().float())
+                    results.append(next_token_loss(model, batches[0]).detach().float())
                 records.append(record)
         for record in records:
             figures = record.stats()
-            found += [torch.tensor(figures.loss), torch.tensor(figures.grad_norm)]
-        found.append(torch.tensor(float(gathered_nbytes(model))))
+            results += [torch.tensor(figures.loss), torch.tensor(figures.grad_norm)]
+        results.append(torch.tensor(float(gathered_nbytes(model))))
         if self.saves:
-            found += saved(model, optimizer)
+            results += saved(model, optimizer)
         if self.looks:
             written(model, of_steps[STEPS][0])
         last = next_token_loss(model, of_steps[STEPS][0]).detach().float()
-        return torch.stack([each.cpu() for each in (*found, last)])
+        return torch.stack([each.cpu() for each in (*results, last)])
 
     def check(self, rank: int, world_size: int) -> None:
         """Check that a device has the losses and the memory of the CPU."""
-        found = self.train(rank, world_size, torch.device("cuda", rank))
+        result = self.train(rank, world_size, torch.device("cuda", rank))
         expected = self.train(rank, world_size, torch.device("cpu"))
-        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance)
+        torch.testing.assert_close(result, expected, rtol=self.tolerance, atol=self.tolerance)
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:
@@ -169,20 +169,20 @@ def refusing_host_waits(device: torch.device) -> Iterator[None]:
 
 def every_case() -> list[Case]:
     """Return each strategy with each value of the other fields, and special combinations."""
-    found = []
+    results = []
     for name, row in STRATEGIES.items():
         plain = Case(name)
-        found += [replace(plain, precision=each) for each in PRECISIONS]
-        found += [replace(plain, window=each) for each in ("every", "last")]
-        found += [replace(plain, recomputes=True), replace(plain, in_part=True)]
-        found += [replace(plain, sends=True, precision=each) for each in ("fp32", "bf16")]
-        found += [replace(plain, sends=True, window="every")]
-        found += [replace(plain, overlaps=False), replace(plain, wide=True)]
-        found += [replace(plain, four_bits=True, precision=each) for each in ("fp32", "bf16")]
+        results += [replace(plain, precision=each) for each in PRECISIONS]
+        results += [replace(plain, window=each) for each in ("every", "last")]
+        results += [replace(plain, recomputes=True), replace(plain, in_part=True)]
+        results += [replace(plain, sends=True, precision=each) for each in ("fp32", "bf16")]
+        results += [replace(plain, sends=True, window="every")]
+        results += [replace(plain, overlaps=False), replace(plain, wide=True)]
+        results += [replace(plain, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         if row.shards_params:
-            found += [replace(plain, depth=depth) for depth in (0, 2)]
-            found += [replace(plain, precision="bf16", wide=True, window="last")]
-    found += [
+            results += [replace(plain, depth=depth) for depth in (0, 2)]
+            results += [replace(plain, precision="bf16", wide=True, window="last")]
+    results += [
         Case(name, offload=offload, precision=precision, window=window)
         for name, row in STRATEGIES.items()
         if row.shards_optimizer
@@ -196,7 +196,7 @@ def every_case() -> list[Case]:
         if row.shards_params and not row.shards_over_replicas
     ]
     for rests in able:
-        found += [
+        results += [
             replace(rests, offload=offload, precision=precision, window=window)
             for offload, precision, window in (
                 ("states,params", "bf16", "one"),
@@ -206,9 +206,9 @@ def every_case() -> list[Case]:
                 ("all", "24 bits", "every"),
             )
         ]
-        found += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
-        found += [replace(rests, in_part=True, depth=depth) for depth in (0, 1, 2)]
-        found += [replace(rests, in_part=True, sends=True, window="last")]
-        found += [replace(rests, offload="all", looks=True, wide=True)]
+        results += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
+        results += [replace(rests, in_part=True, depth=depth) for depth in (0, 1, 2)]
+        results += [replace(rests, in_part=True, sends=True, window="last")]
+        results += [replace(rests, offload="all", looks=True, wide=True)]
     maps = ("round_robin", "contiguous", "balanced")
-    return found + [Case("shard_optimizer", owner_map=each) for each in maps]
+    return results + [Case("shard_optimizer", owner_map=each) for each in maps]

@@ -69,9 +69,9 @@ def _within(owner: type, name: str, target: Any, attribute: str, instead: Any) -
     right = getattr(owner, name)
 
     @wraps(right)
-    def wrong(*given: Any, **more: Any) -> Any:
+    def wrong(*args: Any, **more: Any) -> Any:
         with mock.patch.object(target, attribute, instead):
-            return right(*given, **more)
+            return right(*args, **more)
 
     setattr(owner, name, wrong)
 
@@ -81,7 +81,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _nothing(*given: Any, **more: Any) -> None:
+def _nothing(*args: Any, **more: Any) -> None:
     return None
 
 
@@ -119,9 +119,9 @@ for _name, _owner, _call, _case in (
 def a_unit_does_not_wait_for_the_host() -> None:
     right = HostStates._run
 
-    def wrong(self: HostStates, *given: Any) -> None:
+    def wrong(self: HostStates, *args: Any) -> None:
         time.sleep(0.2)
-        right(self, *given)
+        right(self, *args)
 
     _replace(HostStates, "_run", wrong)
     _replace(HostTask, "wait", _nothing)
@@ -149,48 +149,48 @@ for _name, _owner, _call, _in, _wrong in _CALLS:
 
 
 @instead(PinnedRing, "take", STATES)
-def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *given):
+def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *args):
     self.in_use_until, self._next = [None] * len(self.in_use_until), 0
-    return right(self, *given)
+    return right(self, *args)
 
 
 @instead(HostParamPool, "copy_to_device", PARAMS, STEPPED_FP32)
-def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *given: Any) -> None:
-    right(self, *given)
+def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *args: Any) -> None:
+    right(self, *args)
 
 
 @instead(HostParamPool, "copy_to_device", PARAMS, STEPPED_FP32)
-def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParamPool, *given: Any) -> Any:
+def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParamPool, *args: Any) -> Any:
     with mock.patch.object(Copier, "record_event", _nothing):
-        return right(self, *given)
+        return right(self, *args)
 
 
 @instead(HostStates, "_run", BETWEEN)
-def the_host_steps_what_the_device_still_reads(right, self, steps, *given):
+def the_host_steps_what_the_device_still_reads(right, self, steps, *args):
     for step in steps:
         step.buffer.shard.param.detach().mul_(1.0)
-    right(self, steps, *given)
+    right(self, steps, *args)
 
 
 @instead(cases, "written", BETWEEN)
-def masters_are_read_while_the_device_copies_them(right: Any, *given: Any) -> None:
+def masters_are_read_while_the_device_copies_them(right: Any, *args: Any) -> None:
     with mock.patch.object(Copier, "synchronize_to_device", _nothing):
-        right(*given)
+        right(*args)
 
 
 @instead(HostStates, "_step", STEPPED)
-def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *given: Any) -> Any:
+def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *args: Any) -> Any:
     before = step.target().clone()
-    ready = right(self, step, *given)
+    ready = right(self, step, *args)
     if torch.cuda.current_device() == 0 and step.buffer.full.is_cuda:
         step.target().copy_(before)
     return ready
 
 
 @instead(HostParamPool, "take", PARAMS)
-def units_rest_in_the_same_memory(_right: Any, self: Any, *about: Any) -> Any:
-    found = self._unused[about]
-    return found[0] if found[0].is_pinned() else found.pop()
+def units_rest_in_the_same_memory(_right: Any, self: Any, *options: Any) -> Any:
+    result = self._unused[options]
+    return result[0] if result[0].is_pinned() else result.pop()
 
 
 @instead(HostParamPool, "copy_to_device", PARAMS)
@@ -199,9 +199,9 @@ def the_host_waits_for_a_copy(_right: Any, self: Any, target: Tensor, part: Tens
 
 
 @instead(OffloadedInput, "__exit__", INPUTS)
-def an_input_is_freed_before_it_has_left(right: Any, self: OffloadedInput, *about: Any) -> None:
+def an_input_is_freed_before_it_has_left(right: Any, self: OffloadedInput, *options: Any) -> None:
     self._copy_end = None
-    right(self, *about)
+    right(self, *options)
 
 
 @instead(OffloadedInput, "_take", INPUTS)
@@ -222,9 +222,9 @@ def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequenc
 
 
 @instead(ShardedAdamW, "step", Case(), ZERO1)
-def the_optimizer_runs_on_a_stream_of_its_own(right, self, *given, **more):
+def the_optimizer_runs_on_a_stream_of_its_own(right, self, *args, **more):
     with torch.cuda.stream(torch.cuda.Stream()):
-        return right(self, *given, **more)
+        return right(self, *args, **more)
 
 
 @instead(ShardedUnit, "_wait", Case())
@@ -293,9 +293,9 @@ def a_saver_copies_while_the_optimizer_writes(right, self, tensors):
 
 @instead(record, "sum_of_squares", Case(), DDP)
 def the_host_waits_in_a_step(right: Any, model: Any) -> Any:
-    found = right(model)
-    found.item()
-    return found
+    result = right(model)
+    result.item()
+    return result
 
 
 @instead(GradientReducer, "_add_gradient", Case(), HYBRID)
@@ -312,8 +312,8 @@ def gradients_are_not_reduced(_right: Any, self: Any, full: Tensor, spans: Any) 
 
 
 @instead(GradientReducer, "__init__", Case())
-def gradients_are_summed_instead_of_averaged(right, self, units, mesh, *given):
-    right(self, units, mesh, *given)
+def gradients_are_summed_instead_of_averaged(right, self, units, mesh, *args):
+    right(self, units, mesh, *args)
     if isinstance(mesh.shard, NcclCollectives):
         self._copy_scale = self._sum_scale = 1.0
 

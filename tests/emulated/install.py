@@ -60,9 +60,9 @@ class _Event(torch.Event):
     times: bool
 
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-        made = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
-        made.times = enable_timing
-        return made
+        event = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+        event.times = enable_timing
+        return event
 
     def elapsed_time(self, other):
         if not (self.times and other.times):
@@ -71,9 +71,9 @@ class _Event(torch.Event):
 
 
 def _memory_stats(of):
-    found = torch._C._accelerator_getDeviceStats(of)
-    found.setdefault("num_alloc_retries", 0)
-    return found
+    result = torch._C._accelerator_getDeviceStats(of)
+    result.setdefault("num_alloc_retries", 0)
+    return result
 
 
 def _snapshot(blocks: list[tuple[int, int, int, int, bool]]) -> dict[str, Any]:
@@ -96,28 +96,28 @@ def _replace_varlen() -> None:
     module: Any = importlib.import_module("torch.nn.attention.varlen")
     signature = inspect.signature(module.varlen_attn)
 
-    def varlen_attn(query: Any, key: Any, value: Any, *about: Any, **more: Any) -> Any:
-        given = signature.bind(query, key, value, *about, **more).arguments
-        ends = given["cu_seq_q"]
+    def varlen_attn(query: Any, key: Any, value: Any, *options: Any, **more: Any) -> Any:
+        arguments = signature.bind(query, key, value, *options, **more).arguments
+        ends = arguments["cu_seq_q"]
         assert query.is_cuda
         assert (query.dtype in (torch.bfloat16, torch.float16), query.ndim) == (True, 3)
         assert (ends.dtype, ends.is_cuda, ends.is_contiguous()) == (torch.int32, True, True)
-        offsets, (before, after) = ends.tolist(), given.get("window_size", (-1, -1))
+        offsets, (before, after) = ends.tolist(), arguments.get("window_size", (-1, -1))
         assert (offsets[0], offsets[-1]) == (0, len(query))
-        found = []
+        results = []
         for begin, end in zip(offsets, offsets[1:], strict=False):
-            assert end - begin <= given["max_q"]
+            assert end - begin <= arguments["max_q"]
             q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
-            place = torch.arange(end - begin, device=q.device)
-            apart = place[:, None] - place[None]
+            positions = torch.arange(end - begin, device=q.device)
+            apart = positions[:, None] - positions[None]
             seen = (apart >= 0 if after == 0 else apart == apart) & (
                 (apart <= before) if before >= 0 else apart == apart
             )
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, enable_gqa=given.get("enable_gqa", False)
+                q, k, v, attn_mask=seen, enable_gqa=arguments.get("enable_gqa", False)
             )
-            found.append(mixed[0].transpose(0, 1))
-        return torch.cat(found)
+            results.append(mixed[0].transpose(0, 1))
+        return torch.cat(results)
 
     vars(varlen_attn)["__signature__"] = signature
     module.varlen_attn = varlen_attn
@@ -161,8 +161,8 @@ def install():
     for name, value in functions.items():
         setattr(torch._C, name, value)
     # Prefer CPU kernels to kernels for all devices, for the values of the CPU.
-    found = map(torch._C._dispatch_get_registrations_for_dispatch_key, ("CPU", "CUDA"))
-    names = {each for of_key in found for each in of_key if each.startswith("aten::")}
+    result = map(torch._C._dispatch_get_registrations_for_dispatch_key, ("CPU", "CUDA"))
+    names = {each for of_key in result for each in of_key if each.startswith("aten::")}
     c.install_operators(sorted(each.removeprefix("aten::") for each in names))
     cuda: Any = torch.cuda
     streams = importlib.reload(torch.cuda.streams)  # its classes have the new bases

@@ -29,15 +29,15 @@ def losses(rank: int, device: torch.device) -> Tensor:
     enable_context_parallel(device, 2, 2)
     model = make_model(config, device)
     generator = torch.Generator().manual_seed(0)
-    found = []
+    results = []
     for _ in range(2):
         tokens = torch.randint(64, (2, 128), generator=generator).chunk(2, 1)[rank]
         batch = MicroBatch(tokens, tokens.clone(), ((128,),) * 2, ContextParallel(2, rank))
         loss = summed_loss(model, batch, device, 0)
         loss.backward()
-        found.append(loss.detach())
+        results.append(loss.detach())
     norms = [shard.grad.norm() for shard in model.flat_shards() if shard.grad is not None]
-    return torch.stack([each.cpu() for each in (*found, *norms)])
+    return torch.stack([each.cpu() for each in (*results, *norms)])
 
 
 def on_another_stream(self: NcclCollectives, values: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def trained(rank: int, world_size: int, seed: int, *, planted: bool) -> None:
     if planted:
         owner: Any = NcclCollectives
         owner.all_to_all = on_another_stream
-    found = losses(rank, torch.device("cuda", rank))
-    torch.testing.assert_close(found, losses(rank, torch.device("cpu")), rtol=1e-5, atol=1e-5)
+    result = losses(rank, torch.device("cuda", rank))
+    torch.testing.assert_close(result, losses(rank, torch.device("cpu")), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -43,16 +43,16 @@ def test_strategies_give_the_losses_of_cpu_ranks(rank, world_size, case, seed):
 def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_size: int) -> None:
     device = torch.device("cuda", rank)
     parts = [Span(0, 64), Span(64, 64), Span(64, 256), Span(256, 320)]  # rank 1 has none
-    own = parts[rank]
+    local_part = parts[rank]
     ranks = NcclCollectives(device)
     whole = torch.full((320,), -1.0, device=device)
-    whole[own.start : own.stop] = rank
+    whole[local_part.start : local_part.stop] = rank
     ranks.all_gather([AllGatherInput(whole, parts)]).wait()
     wanted = torch.cat([torch.full((part.numel,), float(i)) for i, part in enumerate(parts)])
     assert torch.equal(whole.cpu(), wanted)
-    out = torch.empty(own.numel, device=device)
+    out = torch.empty(local_part.numel, device=device)
     ranks.reduce_scatter(whole, parts).finish(out, 1.0, torch.float32)
-    assert torch.equal(out.cpu(), 4 * wanted[own.start : own.stop])
+    assert torch.equal(out.cpu(), 4 * wanted[local_part.start : local_part.stop])
     groups: Any = dist.ProcessGroupNCCL
     assert groups.groups() == [3, 3]
 
@@ -69,9 +69,9 @@ def test_replicas_combine_right_behind_a_reduction_on_its_stream(rank, world_siz
     def noting(owner: Any, name: str) -> Any:
         plain = getattr(owner, name)
 
-        def noted(*given: Any, **more: Any) -> Any:
+        def noted(*args: Any, **more: Any) -> Any:
             order.append((name, torch.cuda.current_stream() == stream))
-            return plain(*given, **more)
+            return plain(*args, **more)
 
         return mock.patch.object(owner, name, noted)
 
@@ -133,11 +133,11 @@ def backward_fails(rank: int, world_size: int, waits: bool) -> None:
     blocks, right = list(net.blocks), Dropping.forward
     calls: list[int] = []
 
-    def failing(self: Dropping, *given: Any, **more: Any) -> Tensor:
+    def failing(self: Dropping, *args: Any, **more: Any) -> Tensor:
         calls.append(blocks.index(self))
         if calls.count(3) == 2:
             raise ValueError("planted")
-        return right(self, *given, **more)
+        return right(self, *args, **more)
 
     if not waits:
         OffloadedInput.__del__ = lambda self: None  # type: ignore[method-assign]
@@ -164,10 +164,10 @@ def orders() -> list[tuple[str, int, int]]:
 
     A case is in three of those orders, and each order has cases of every strategy.
     """
-    found = [(name, ranks, 0) for name in STRATEGIES for ranks in (1, 2, 4)]
+    results = [(name, ranks, 0) for name in STRATEGIES for ranks in (1, 2, 4)]
     for name, row in STRATEGIES.items():
-        found += [(name, 4 if row.replicates else 2, seed) for seed in range(1, 20)]
-    return found
+        results += [(name, 4 if row.replicates else 2, seed) for seed in range(1, 20)]
+    return results
 
 
 @pytest.mark.slow
@@ -175,6 +175,6 @@ def orders() -> list[tuple[str, int, int]]:
 @distributed(timeout=600, on_devices=True)
 def test_cases_give_the_losses_of_cpu_ranks_in_any_kernel_order(rank, world_size, strategy, seed):
     of_strategy = (case for case in every_case() if case.strategy == strategy)
-    for place, case in enumerate(of_strategy):
-        if seed in (0, 1 + place % 4, 5 + place % 5, 10 + place % 10):
+    for position, case in enumerate(of_strategy):
+        if seed in (0, 1 + position % 4, 5 + position % 5, 10 + position % 10):
             case.check(rank, world_size)

@@ -13,7 +13,7 @@ from tests.commands.test_interruptions import ended, has_stepped, wait_for
 from tests.emulated.test_trainer import FP32, assert_close, environment, train
 from tests.launch.hosts import hosts
 from tests.launch.test_restarts import _workers
-from tests.training.ranks import words
+from tests.training.ranks import run_args
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,9 +24,9 @@ STEPS = "train.steps=30"  # rounding errors exceed 1e-6 in more
 
 def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":
     """Start two ranks with devices; returns once step 6 is done."""
-    given = [FP32, f"train.run_dir={folder / 'run'}", "launch.device=cuda", *more]
+    args = [FP32, f"train.run_dir={folder / 'run'}", "launch.device=cuda", *more]
     process = subprocess.Popen(
-        command("train", *words(folder, 2, *given)), cwd=folder, env=environment(folder),
+        command("train", *run_args(folder, 2, *args)), cwd=folder, env=environment(folder),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     wait_for(has_stepped(folder, 6))
@@ -34,8 +34,8 @@ def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":
 
 
 def goes_on(process: "subprocess.Popen[str]", folder: Path, reason: str) -> None:
-    said, _ = process.communicate(timeout=180)
-    assert (process.returncode, reason in said) == (0, True), said
+    out, _ = process.communicate(timeout=180)
+    assert (process.returncode, reason in out) == (0, True), out
     train(folder, "cpu", "cpu", STEPS)
     assert_close(folder / "run", folder / "cpu")
 
@@ -45,8 +45,8 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, number: signal.Signals, co
     process = begin(tmp_path, "train.steps=200")
     ranks = _workers(process)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=90)
-    assert process.returncode == code, said
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == code, out
     psutil.wait_procs(ranks, timeout=20)
     last = f"train.steps={figures(tmp_path / 'run')[-1][0] + 3}"
     train(tmp_path, "run", "cuda", last)
@@ -67,13 +67,13 @@ def test_a_rank_that_stands_still_is_named_and_started_again(tmp_path: Path) -> 
 
 
 def test_hosts_with_a_device_each_have_the_losses_of_cpu_ranks(tmp_path: Path) -> None:
-    given = [FP32, "train.steps=8", f"train.run_dir={tmp_path / 'run'}", "launch.device=cuda"]
-    with hosts(2) as found:
-        nodes = ["launch.nnodes=2", f"launch.rdzv_endpoint={found.addresses[0]}:29500"]
-        typed = words(tmp_path, 1, *given, *nodes)
+    args = [FP32, "train.steps=8", f"train.run_dir={tmp_path / 'run'}", "launch.device=cuda"]
+    with hosts(2) as machines:
+        nodes = ["launch.nnodes=2", f"launch.rdzv_endpoint={machines.addresses[0]}:29500"]
+        typed = run_args(tmp_path, 1, *args, *nodes)
         env = environment(tmp_path, devices=1)
         started = [
-            found.start(host, "train", *typed, f"launch.node_rank={host}", cwd=tmp_path, env=env)
+            machines.start(host, "train", *typed, f"launch.node_rank={host}", cwd=tmp_path, env=env)
             for host in range(2)
         ]
         ends = list(map(ended, started))

@@ -25,10 +25,10 @@ def planted(rank: int, world_size: int, name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, seed: int) -> None:
-    with pytest.raises((AssertionError, TimeoutError)) as found:
+    with pytest.raises((AssertionError, TimeoutError)) as error:
         planted(world_size=ranks_for(FAULTS[name][0]), name=name, seed=seed)
     if name.startswith("no wait"):  # detected by the clocks, not by a wrong value
-        assert re.search(r"race: .* on stream|freed too early", str(found.value))
+        assert re.search(r"race: .* on stream|freed too early", str(error.value))
 
 
 @pytest.mark.slow

@@ -35,26 +35,26 @@ def losses_of(device: torch.device, folder: Path, strategy: str, torchs_own: boo
         optimizer = fsdpctl.ShardedAdamW(model, lr=3e-3, weight_decay=0.01)
         model.overlap_param_gather = True
     accumulator = fsdpctl.GradAccumulator(model, steps=2, reduce="last")
-    found = []
+    results = []
     for step in range(STEPS):
         for half in range(2):
             with accumulator.micro_step():
                 loss = loss_of(model, 2 * step + half)
                 loss.backward()
-            found.append(loss.detach())
-        found.append(fsdpctl.clip_grad_norm_(model, 0.5))
+            results.append(loss.detach())
+        results.append(fsdpctl.clip_grad_norm_(model, 0.5))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        found.append(loss_of(model, 99))
+        results.append(loss_of(model, 99))
         with model.full_parameters():
-            found += [each.abs().mean() for each in model.module.parameters()]
+            results += [each.abs().mean() for each in model.module.parameters()]
         if not torchs_own:
             fsdpctl.save_checkpoint(folder, model, optimizer)
             again = make()
             fsdpctl.load_checkpoint(folder, again, fsdpctl.ShardedAdamW(again))
-            found.append(loss_of(again, 99))
-    return [each.cpu() for each in found]
+            results.append(loss_of(again, 99))
+    return [each.cpu() for each in results]
 
 
 @pytest.mark.slow
@@ -62,8 +62,8 @@ def losses_of(device: torch.device, folder: Path, strategy: str, torchs_own: boo
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @distributed(world_size=2, timeout=300, on_devices=True)
 def test_it_has_the_losses_of_cpu_ranks(rank, world_size, tmp_path, strategy, torchs_own):
-    found, expected = (
-        torch.stack(losses_of(torch.device(*place), tmp_path / place[0], strategy, torchs_own))
-        for place in (("cuda", rank), ("cpu",))
+    results, expected = (
+        torch.stack(losses_of(torch.device(*device), tmp_path / device[0], strategy, torchs_own))
+        for device in (("cuda", rank), ("cpu",))
     )
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ from tests import emulated
 from tests.commands.run import command, figures
 from tests.commands.run import environment as usual_environment
 from tests.training.chats import make_chat_model, make_chats
-from tests.training.ranks import words
+from tests.training.ranks import run_args
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,8 +23,8 @@ FP32 = "precision=fp32"
 def environment(folder: Path, **settings: object) -> dict[str, str]:
     """Return the environment of a process with devices, which report to a file in `folder`."""
     usual = usual_environment()
-    found = emulated.environment(problems=folder / "problems", **settings)
-    return {**usual, **found, "PYTHONPATH": f"{found['PYTHONPATH']}:{usual['PYTHONPATH']}"}
+    environ = emulated.environment(problems=folder / "problems", **settings)
+    return {**usual, **environ, "PYTHONPATH": f"{environ['PYTHONPATH']}:{usual['PYTHONPATH']}"}
 
 
 def run(
@@ -40,14 +40,14 @@ def run(
 
 
 def train(folder: Path, name: str, device: str, *more: str, ranks: int = 2, code: int = 0) -> str:
-    given = [FP32, f"train.run_dir={folder / name}", f"launch.device={device}", *more]
-    return run(folder, "train", *words(folder, ranks, "train.steps=8", *given), code=code).stdout
+    args = [FP32, f"train.run_dir={folder / name}", f"launch.device={device}", *more]
+    return run(folder, "train", *run_args(folder, ranks, "train.steps=8", *args), code=code).stdout
 
 
-def assert_close(found: Path, expected: Path) -> None:
+def assert_close(result: Path, expected: Path) -> None:
     ours, theirs = (
         sorted((step, loss or 0.0, val_loss or 0.0) for step, loss, val_loss in figures(each))
-        for each in (found, expected)
+        for each in (result, expected)
     )
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
@@ -104,8 +104,8 @@ def test_a_fine_tune_on_chats_has_the_losses_of_cpu_ranks(tmp_path: Path, packin
 
 def test_torchrun_starts_ranks_on_devices(tmp_path: Path) -> None:
     for device in ("cuda", "cpu"):
-        given = [FP32, f"launch.device={device}", f"train.run_dir={device}", "train.steps=6"]
-        typed = [each for each in words(tmp_path, 2, *given) if "nproc_per_node" not in each]
+        args = [FP32, f"launch.device={device}", f"train.run_dir={device}", "train.steps=6"]
+        typed = [each for each in run_args(tmp_path, 2, *args) if "nproc_per_node" not in each]
         start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         done = subprocess.run(
             [*start, "-m", "fsdpctl", "train", "launch=env", *typed], cwd=tmp_path,
@@ -127,17 +127,17 @@ def test_a_strategy_is_chosen(tmp_path: Path) -> None:
 
 def test_a_device_without_room_is_answered_with_advice(tmp_path: Path) -> None:
     wide = ["model.hidden_size=256", "model.intermediate_size=1024", "train.seq_len=256"]
-    given = [FP32, "launch.device=cuda", "train.steps=3", "train.run_dir=run", *wide]
-    done = run(tmp_path, "train", *words(tmp_path, 1, *given), code=1, memory_mb=24)
+    args = [FP32, "launch.device=cuda", "train.steps=3", "train.run_dir=run", *wide]
+    done = run(tmp_path, "train", *run_args(tmp_path, 1, *args), code=1, memory_mb=24)
     assert "out of memory" in done.stderr
     assert "to fit  no settings found with which the run fits" in done.stderr
     assert "train.micro_batch_size" not in done.stderr
 
 
 def test_variants_are_compared(tmp_path: Path) -> None:
-    given = words(tmp_path, 2, FP32, "launch.device=cuda")
-    given = [each for each in given if not each.startswith(("train.run_dir", "checkpoint."))]
+    args = run_args(tmp_path, 2, FP32, "launch.device=cuda")
+    args = [each for each in args if not each.startswith(("train.run_dir", "checkpoint."))]
     varied = ["strategy=full_shard,no_shard", "--steps", "4", "--json"]
-    rows = json.loads(run(tmp_path, "compare", *given, *varied).stdout)
+    rows = json.loads(run(tmp_path, "compare", *args, *varied).stdout)
     losses = [row["final_loss"] for row in rows]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -13,7 +13,7 @@ from fsdpctl.comm import mesh, nccl
 class Stream:
     """A stand-in for torch.cuda.Stream and its events: all work runs in order."""
 
-    def __init__(self, *about: Any, **more: Any) -> None:
+    def __init__(self, *options: Any, **more: Any) -> None:
         pass
 
     def wait_event(self, event: object) -> None:

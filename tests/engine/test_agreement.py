@@ -56,8 +56,8 @@ DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
 
 @distributed(world_size=2)
 def test_different_models_or_settings_raise_an_error_on_every_rank(rank, world_size):
-    for said, shard in DISAGREEMENTS.items():
-        with pytest.raises((EngineError, UsageError, ValueError), match=said):
+    for message, shard in DISAGREEMENTS.items():
+        with pytest.raises((EngineError, UsageError, ValueError), match=message):
             shard(rank)
 
 

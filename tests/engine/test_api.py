@@ -162,8 +162,8 @@ def test_an_impossible_prefetch_raises_an_error(rank: int, world_size: int) -> N
 def test_written_shards_reach_every_replica(rank, world_size, strategy, bf16):
     model = sharded(strategy, precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
     numel = sum(shard.master.numel() for shard in model.flat_shards())
-    said = rf"shape \[{numel}\], as this rank's shards have, got \[3\]"
-    with pytest.raises(EngineError, match=said):
+    message = rf"shape \[{numel}\], as this rank's shards have, got \[3\]"
+    with pytest.raises(EngineError, match=message):
         model.update_shards(torch.zeros(3))
     model.update_shards(torch.full((numel,), 2.0))
     assert all((value == 2.0).all() for value in model.state_dict().values())
@@ -219,9 +219,9 @@ SLIPS = {
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_common_mistakes_raise_errors_with_the_correct_call(slip):
-    make, said = SLIPS[slip]
+    make, message = SLIPS[slip]
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
-    with pytest.raises((UsageError, EngineError), match=said):
+    with pytest.raises((UsageError, EngineError), match=message):
         make(model)
 
 
@@ -326,8 +326,8 @@ def test_a_scheduler_resumes_with_its_learning_rate(tmp_path):
         scheduler.step()
     extra = {"scheduler": scheduler.state_dict()}
     fsdpctl.save_checkpoint(tmp_path / "c", model, optimizer, extra=extra)
-    said = invoke("inspect-checkpoint", str(tmp_path / "c"))[1]
-    assert said.splitlines()[0].endswith("a custom model, optimizer step 5")
+    out = invoke("inspect-checkpoint", str(tmp_path / "c"))[1]
+    assert out.splitlines()[0].endswith("a custom model, optimizer step 5")
     with pytest.raises(CheckpointError, match="/d: not found$"):
         fsdpctl.load_checkpoint(tmp_path / "d", model)
     other, its_optimizer, its_scheduler = make()
@@ -368,14 +368,14 @@ def test_what_cannot_be_sharded_is_named(arguments: Any, message: str) -> None:
         fsdpctl.shard_model(*arguments)
 
 
-@pytest.mark.parametrize(("name", "given", "message"), [
+@pytest.mark.parametrize(("name", "args", "message"), [
     ("precision", "bf16", r"precision: expected a fsdpctl.Precision, got 'bf16'; pass"),
     ("precision", torch.bfloat16, r"got torch.bfloat16; pass precision=fsdpctl.Precision\(…\)"),
     ("prefetch", 2, "prefetch: expected a fsdpctl.Prefetch, got 2"),
 ])  # fmt: skip
-def test_arguments_of_another_type_are_named(name: str, given: Any, message: str) -> None:
+def test_arguments_of_another_type_are_named(name: str, args: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        fsdpctl.shard_model(torch.nn.Linear(2, 2), **{name: given})
+        fsdpctl.shard_model(torch.nn.Linear(2, 2), **{name: args})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat", torch.float8_e5m2, torch.complex64, int])

@@ -241,7 +241,7 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(rank, world_size,
 ])  # fmt: skip
 def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strategy, owners):
     """The first forward also detects a unit that is not called as a module."""
-    found = []
+    results = []
     for overlaps in (False, True):
         net = make_net(tied=False)
         if not called:
@@ -265,8 +265,8 @@ def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strat
                 with torch.no_grad():
                     next_token_loss(model, of_ranks[rank][0])
         assert any(model._runtime.param_sync._arriving.values()) == overlaps
-        found.append(model.state_dict())
-    assert largest_difference(*found) == 0.0
+        results.append(model.state_dict())
+    assert largest_difference(*results) == 0.0
 
 
 class Called(nn.Module):

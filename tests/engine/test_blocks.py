@@ -70,10 +70,10 @@ def test_recomputation_changes_no_bit(mode):
 def test_recomputation_draws_what_forward_drew(family, settings, draws):
     """The random state is not saved if the decoder draws no random numbers."""
     adapters = settings.pop("lora", None)
-    words = ["activation_checkpointing=full", "train.compile=false"]
+    args = ["activation_checkpointing=full", "train.compile=false"]
     if adapters is not None:
-        words += ["model.lora.rank=2", f"model.lora.dropout={adapters}"]
-    config, found = compose_config(words).config, list[list[Tensor]]()
+        args += ["model.lora.rank=2", f"model.lora.dropout={adapters}"]
+    config, results = compose_config(args).config, list[list[Tensor]]()
     for recomputes in (False, True):
         module = pair(family, settings)[1].train()
         if adapters is not None:
@@ -87,10 +87,10 @@ def test_recomputation_draws_what_forward_drew(family, settings, draws):
         if recomputes:
             prepare_blocks(module, config)
         torch.manual_seed(5)
-        with mock.patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as kept:
-            found.append(gradients(module))
-        assert bool(kept.call_count) == (recomputes and draws)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        with mock.patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as rng_reads:
+            results.append(gradients(module))
+        assert bool(rng_reads.call_count) == (recomputes and draws)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_recomputation_leaves_names_as_they_were():
@@ -160,7 +160,7 @@ def test_recomputation_changes_no_buffer_and_no_bit(make, mode):
             module(x).square().sum().backward()
     for named in ("named_buffers", "named_parameters"):
         pairs = zip(getattr(plain, named)(), getattr(recomputed, named)(), strict=True)
-        for (name, expected), (_, found) in pairs:
-            assert torch.equal(found, expected), name
+        for (name, expected), (_, result) in pairs:
+            assert torch.equal(result, expected), name
             if named == "named_parameters":
-                assert torch.equal(found.grad, expected.grad), name
+                assert torch.equal(result.grad, expected.grad), name

@@ -45,8 +45,8 @@ def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
                 setattr(owner, key, nn.Parameter(torch.full(param.shape, 0.01)))
     blocks = list(model.get_submodule("model.layers").children())
     if mode != "none":
-        kept = "full" if mode == "offload" else mode
-        checkpoint_all(blocks, kept, offload=mode == "offload")
+        recomputed = "full" if mode == "offload" else mode
+        checkpoint_all(blocks, recomputed, offload=mode == "offload")
     for block in blocks:
         compile_block(block)
     return model
@@ -102,7 +102,7 @@ def graphs(make: Callable[[], nn.Module], run: Callable[..., None], wrap: Wrap) 
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    found: list[Any] = []
+    results: list[Any] = []
 
     def compiled(forward: Any) -> Any:
         return compile_with(forward, backend=counting)
@@ -114,8 +114,8 @@ def graphs(make: Callable[[], nn.Module], run: Callable[..., None], wrap: Wrap) 
         limited = torch._dynamo.config.patch(recompile_limit=LIMIT)
         with limited, torch.set_grad_enabled(step < 3):
             run(model, step)
-        found.append((counters["stats"]["unique_graphs"], calls))
-    return found
+        results.append((counters["stats"]["unique_graphs"], calls))
+    return results
 
 
 def check(
@@ -136,8 +136,8 @@ def test_sharded_blocks_stay_compiled(rank: int, world_size: int, mode: str) -> 
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "offload", "full, with adapters"])
 @distributed(world_size=2)
 def test_sharded_decoders_stay_compiled(rank: int, world_size: int, mode: str) -> None:
-    kept, _, adapters = mode.partition(", ")
-    check(partial(decoder, kept, adapted=bool(adapters)), run_decoder, "full_shard")
+    recomputed, _, adapters = mode.partition(", ")
+    check(partial(decoder, recomputed, adapted=bool(adapters)), run_decoder, "full_shard")
 
 
 @pytest.mark.slow
@@ -167,9 +167,9 @@ def test_the_first_function_that_is_no_longer_compiled_is_warned_of():
             for size in range(1, 4):
                 compiled(torch.ones([2] * size))
     report.end(run, None)
-    ((said,), _) = journal.warn.call_args
+    ((message,), _) = journal.warn.call_args
     assert journal.warn.call_count == 1
-    assert "torch._dynamo hit config.recompile_limit (1)" in said
-    assert "rank mismatch" in said
-    assert "TORCH_LOGS" not in said
-    assert "\n" not in said
+    assert "torch._dynamo hit config.recompile_limit (1)" in message
+    assert "rank mismatch" in message
+    assert "TORCH_LOGS" not in message
+    assert "\n" not in message

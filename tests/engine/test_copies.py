@@ -52,7 +52,7 @@ def test_after_a_backward_that_failed_the_next_step_is_right(rank: int, world_si
     model = sharded(SHARED)
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
 
-    def fail(*about: object) -> None:
+    def fail(*options: object) -> None:
         raise ArithmeticError("in backward")
 
     handle = model.module.get_submodule("blocks.1").register_full_backward_pre_hook(fail)
@@ -78,15 +78,15 @@ class Links:
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(values: Any, *others: Any, **more: Any) -> Any:
-            given = [values] if isinstance(values, Tensor) else [_tensor(each) for each in values]
-            self.nbytes[name] += sum(each.nbytes for each in given)
+            tensors = [values] if isinstance(values, Tensor) else [_tensor(each) for each in values]
+            self.nbytes[name] += sum(each.nbytes for each in tensors)
             return call(values, *others, **more)
 
         return counted
 
 
-def _tensor(given: AllGatherInput | tuple[object, Tensor]) -> Tensor:
-    return given.full if isinstance(given, AllGatherInput) else given[1]
+def _tensor(argument: AllGatherInput | tuple[object, Tensor]) -> Tensor:
+    return argument.full if isinstance(argument, AllGatherInput) else argument[1]
 
 
 def sent(events: list[Event], *kinds: EventKind) -> int:
@@ -166,5 +166,5 @@ def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(rank, wo
     ]
     for of_ranks in zip(*model.collectives.all_gather_values(spans), strict=True):
         owned = sorted(tuple(span) for span, *_ in of_ranks)
-        assert all(span == own == written for span, own, written in of_ranks)
+        assert all(span == batch == written for span, batch, written in of_ranks)
         assert [start for start, _ in owned[1:]] == [stop for _, stop in owned[:-1]]

@@ -77,14 +77,14 @@ def forced(
 
 def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[float]:
     optimizer = ShardedAdamW(model, lr=1e-2)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for of_ranks in token_batches(steps, 1):
         loss = next_token_loss(model, of_ranks[0][0].to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
-    return torch.stack(found).tolist()
+        results.append(loss.detach())
+    return torch.stack(results).tolist()
 
 
 def unsharded_losses(
@@ -105,8 +105,8 @@ def test_losses_equal_the_unsharded_ones(device: torch.device, strategy: str) ->
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_frozen_parameters_are_gathered_with_trained_ones(device, strategy):
-    found = losses(forced(device, strategy, in_part=True), device)
-    assert found == pytest.approx(unsharded_losses(device, in_part=True), rel=1e-6)
+    result = losses(forced(device, strategy, in_part=True), device)
+    assert result == pytest.approx(unsharded_losses(device, in_part=True), rel=1e-6)
 
 
 def test_bf16_compute_keeps_float32_masters(device: torch.device) -> None:

@@ -44,11 +44,11 @@ class _Breaks(torch.autograd.Function):
 @WHOLE
 @distributed(world_size=2)
 def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(rank, world_size, whole):
-    for where, strategy in cases(["forward", "backward"], list(STRATEGIES), whole=whole):
-        check_accident(rank, where, strategy)
+    for phase, strategy in cases(["forward", "backward"], list(STRATEGIES), whole=whole):
+        check_accident(rank, phase, strategy)
 
 
-def check_accident(rank: int, where: str, strategy: str) -> None:
+def check_accident(rank: int, phase: str, strategy: str) -> None:
     expected = shard_model(make_net(tied=False), strategy)
     steps_with_accident(expected, rank, None)
     model = shard_model(make_net(tied=False), strategy)
@@ -59,7 +59,7 @@ def check_accident(rank: int, where: str, strategy: str) -> None:
         calls += 1
         if calls != 3:
             return out
-        if where == "forward":
+        if phase == "forward":
             raise ZeroDivisionError
         broken: Tensor = _Breaks.apply(out)
         return broken
@@ -141,10 +141,10 @@ def test_an_accumulator_drops_a_window_with_an_exception(rank: int, world_size: 
             with accumulator.micro_step():
                 next_token_loss(model, batch).backward()
         assert accumulator.ready
-        found = [as_tensor(shard.grad).clone() for shard in model.flat_shards()]
+        results = [as_tensor(shard.grad).clone() for shard in model.flat_shards()]
         model.zero_grad()
         for batch in batches:
             (next_token_loss(model, batch) / 2).backward()
-        for ours, shard in zip(found, model.flat_shards(), strict=True):
+        for ours, shard in zip(results, model.flat_shards(), strict=True):
             assert torch.allclose(ours, as_tensor(shard.grad), atol=1e-7)
         model.zero_grad()

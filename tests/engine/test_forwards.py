@@ -71,18 +71,18 @@ def within_a_checkpoint(module: nn.Module, batches: list[Tensor], rank: int) -> 
 
 def hidden_states(module: nn.Module, batches: list[Tensor], rank: int) -> None:
     """Losses of inner outputs, of which one depends on parameters alone."""
-    kept: list[Tensor] = []
+    states: list[Tensor] = []
     net = module.module if isinstance(module, ShardedModel) else module
     assert isinstance(net, OddNet)
     hooks = [
-        each.register_forward_hook(lambda _module, _args, out: kept.append(out))
+        each.register_forward_hook(lambda _module, _args, out: states.append(out))
         for each in (net.embed, net.blocks[2])
     ]
     for batch in batches[:2]:
         module(batch)
     for hook in hooks:
         hook.remove()
-    (kept[0].square().mean() + kept[3].square().mean()).backward()
+    (states[0].square().mean() + states[3].square().mean()).backward()
 
 
 LOSSES: list[Loss] = [
@@ -93,9 +93,9 @@ LOSSES: list[Loss] = [
 def _plain_gradients(loss: Loss, batches: list[list[Tensor]]) -> dict[str, Tensor]:
     """Return the mean gradients over ranks, computed in one process."""
     total: dict[str, Tensor] = {}
-    for rank, own in enumerate(batches):
+    for rank, rank_batches in enumerate(batches):
         net = make_net(tied=False)
-        loss(net, own, rank)
+        loss(net, rank_batches, rank)
         for name, param in net.named_parameters():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             total[name] = total.get(name, torch.zeros_like(param)) + grad / len(batches)
@@ -125,14 +125,14 @@ def _reductions_before_the_last_block(events: list[Event]) -> int:
 @distributed(world_size=2)
 def test_reductions_are_as_early_as_after_one_forward(rank: int, world_size: int) -> None:
     batches = token_batches(1, world_size, micro_steps=3)[0][rank]
-    found = {}
+    results = {}
     for loss in (one, together, first_of_two):
         model = shard_model(make_net(tied=False), "full_shard")
         with recording(model) as events:
             loss(model, batches, rank)
-        found[loss.__name__] = _reductions_before_the_last_block(events)
-    assert found["one"] > 4
-    assert found["together"] == found["first_of_two"] == found["one"]
+        results[loss.__name__] = _reductions_before_the_last_block(events)
+    assert results["one"] > 4
+    assert results["together"] == results["first_of_two"] == results["one"]
 
 
 @distributed(world_size=2)
@@ -151,12 +151,12 @@ def test_a_retained_output_delays_no_reduction(rank: int, world_size: int) -> No
     batches = token_batches(1, world_size, micro_steps=2)[0][rank]
     model = shard_model(make_net(tied=False), "full_shard")
     _kept = model(batches[0])
-    found = []
+    results = []
     for _ in range(2):
         with recording(model) as events:
             one(model, batches[1:], rank)
-        found.append(_reductions_before_the_last_block(events))
-    assert found[0] == found[1] > 4
+        results.append(_reductions_before_the_last_block(events))
+    assert results[0] == results[1] > 4
 
 
 @distributed(world_size=2)
@@ -177,9 +177,9 @@ def test_a_graph_is_freed_with_its_outputs(rank: int, world_size: int) -> None:
             return gradients[0]
 
     def watch(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
-        made = as_tensor(Watched.apply(out))
-        alive.append(weakref.ref(made.grad_fn))
-        return made
+        output = as_tensor(Watched.apply(out))
+        alive.append(weakref.ref(output.grad_fn))
+        return output
 
     model.module.get_submodule("blocks.2").register_forward_hook(watch)
     gc.disable()

@@ -76,8 +76,8 @@ def test_frozen_parameters_are_kept_once_in_the_compute_dtype(rank, world_size, 
         assert part.data_ptr() == master.data_ptr()
     state = model.state_dict()
     for name, param in plain.named_parameters():
-        kept = param if param.ndim <= 1 else param.to(torch.bfloat16)
-        assert torch.equal(state[name], kept.to(state[name].dtype)), name
+        expected = param if param.ndim <= 1 else param.to(torch.bfloat16)
+        assert torch.equal(state[name], expected.to(state[name].dtype)), name
 
 
 @distributed(world_size=2)

@@ -66,9 +66,9 @@ def chain(mode: str, *, offload: bool) -> tuple[Chain, HostInputs]:
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
-    found = [each.grad for each in module.parameters()]
+    results = [each.grad for each in module.parameters()]
     module.zero_grad()
-    return found
+    return results
 
 
 def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
@@ -85,16 +85,16 @@ def all_free(inputs: HostInputs) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - LEFT_OUT))
 def test_the_same_bits_whatever_blocks_do(kind: str, mode: str) -> None:
-    about, found = KINDS[kind], []
+    options, results = KINDS[kind], []
     for offload in (False, True):
-        module = about.make()
+        module = options.make()
         blocks = module.get_submodule("blocks").children()
         inputs = checkpoint_all(blocks, mode, offload=offload)
-        found += [list(_steps(about, module))]
+        results += [list(_steps(options, module))]
         assert all_free(inputs)
         needs_them = kind != "frozen below"  # there, only the last block has a backward
         assert bool(inputs.sizes) == (offload and needs_them)
-    assert all(map(same, *found))
+    assert all(map(same, *results))
 
 
 def _steps(kind: Kind, module: nn.Module) -> Iterator[list[Tensor | None]]:
@@ -106,7 +106,7 @@ def _steps(kind: Kind, module: nn.Module) -> Iterator[list[Tensor | None]]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_several_micro_batches_in_flight_kept_graphs_and_dropout(mode: str) -> None:
-    found = []
+    results = []
     for offload in (False, True):
         net, inputs = chain(mode, offload=offload)
         torch.manual_seed(1)
@@ -116,10 +116,10 @@ def test_several_micro_batches_in_flight_kept_graphs_and_dropout(mode: str) -> N
             one.backward()
         two.backward()
         del one, two
-        found.append(gradients(net))
+        results.append(gradients(net))
         assert all_free(inputs)
     assert inputs.buffers.nbytes == 4 * 16 * 4 * (3 + 5)
-    assert same(*found)
+    assert same(*results)
 
 
 @contextmanager
@@ -128,20 +128,20 @@ def seen(net: Chain) -> Iterator[list[str]]:
     events: list[str] = []
     right, forward = Copier._copy, Dropping.forward
 
-    def copies(self: Copier, target: Tensor, source: Tensor, *given: Any) -> Any:
+    def copies(self: Copier, target: Tensor, source: Tensor, *args: Any) -> Any:
         is_down = any(target.data_ptr() == each.data_ptr() for each in on_host)
         events.append("down" if is_down else "up")
-        return right(self, target, source, *given)
+        return right(self, target, source, *args)
 
-    def runs(self: Dropping, *given: Any, **more: Any) -> Tensor:
+    def runs(self: Dropping, *arguments: Any, **more: Any) -> Tensor:
         events.append(f"block {list(net.blocks).index(self)}")
-        return forward(self, *given, **more)
+        return forward(self, *arguments, **more)
 
     on_host: list[Tensor] = []
     take = InputBuffers.take
 
-    def takes(self: InputBuffers, *given: Any) -> Tensor:
-        slot = take(self, *given)
+    def takes(self: InputBuffers, *inputs: Any) -> Tensor:
+        slot = take(self, *inputs)
         on_host.append(slot)
         return slot
 
@@ -173,9 +173,9 @@ def test_only_the_last_input_stays_on_the_device(mode: str) -> None:
     alive: list[weakref.ref[Tensor]] = []
     right = HostInputs.offload
 
-    def watched(self: HostInputs, number: int, given: Tensor) -> Any:
-        alive.append(weakref.ref(given))
-        return right(self, number, given)
+    def watched(self: HostInputs, number: int, args: Tensor) -> Any:
+        alive.append(weakref.ref(args))
+        return right(self, number, args)
 
     with mock.patch.object(HostInputs, "offload", watched):
         checkpoint_all(net.blocks, mode, offload=True)
@@ -192,11 +192,11 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
     (expected, _), net, batch = chain("full", offload=False), Chain(), torch.randn(3, 16)
     right, calls = Dropping.forward, []
 
-    def failing(self: Dropping, *given: Any, **more: Any) -> Tensor:
+    def failing(self: Dropping, *args: Any, **more: Any) -> Tensor:
         calls.append(list(net.blocks).index(self))
         if calls.count(fails) == 1 + again and calls[-1] == fails:
             raise ValueError("planted")
-        return right(self, *given, **more)
+        return right(self, *args, **more)
 
     with mock.patch.object(Dropping, "forward", failing):
         inputs = checkpoint_all(net.blocks, "full", offload=True)
@@ -252,8 +252,8 @@ CASES = [
 
 
 def trained(config: Resolved, rank: int, *, offload: bool) -> dict[str, Tensor]:
-    about = replace(config.activation_checkpointing, offload=offload)
-    config = replace(config, activation_checkpointing=about)
+    options = replace(config.activation_checkpointing, offload=offload)
+    config = replace(config, activation_checkpointing=options)
     torch.manual_seed(rank)
     cpu = torch.device("cpu")
     model = make_model(config, cpu, trains=True)
@@ -272,16 +272,16 @@ def check_bits(config: Resolved, rank: int) -> None:
     assert all(torch.equal(values, other[name]) for name, values in one.items())
 
 
-def composed(ranks: int, words: list[str]) -> Resolved:
+def composed(ranks: int, args: list[str]) -> Resolved:
     size = f"train.global_batch_size={4 * ranks}"
-    words = [f"launch.nproc_per_node={ranks}", size, *SMALL, *words]
-    return stored_config(assign_ranks(compose_config(words).config))
+    args = [f"launch.nproc_per_node={ranks}", size, *SMALL, *args]
+    return stored_config(assign_ranks(compose_config(args).config))
 
 
-@pytest.mark.parametrize("words", CASES, ids=["packed", "selective", "adapters"])
-def test_a_run_has_the_same_bits(words: list[str]) -> None:
+@pytest.mark.parametrize("args", CASES, ids=["packed", "selective", "adapters"])
+def test_a_run_has_the_same_bits(args: list[str]) -> None:
     """With accumulation, packed documents, bf16, and adapters with dropout over NF4."""
-    check_bits(composed(1, words), 0)
+    check_bits(composed(1, args), 0)
 
 
 TREATMENTS = ["full:2", "offload:1,full:1,selective:1", "offload:3", "selective:3"]
@@ -295,36 +295,40 @@ def check_treatments(config: Resolved, rank: int) -> None:
         assert all(torch.equal(values, other[name]) for name, values in usual.items()), blocks
 
 
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("args", [
     ["data=chat", "accumulation=last"],
     ["model.overrides.model_type=qwen3_moe", "model.overrides.num_experts=4",
      "model.overrides.num_experts_per_tok=2", "precision=bf16"],
 ], ids=["packed", "experts"])  # fmt: skip
-def test_blocks_of_every_treatment_have_the_same_bits(words: list[str]) -> None:
-    check_treatments(composed(1, words), 0)
+def test_blocks_of_every_treatment_have_the_same_bits(args: list[str]) -> None:
+    check_treatments(composed(1, args), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 @distributed(timeout=120)
-@in_turn(words=CASES)
-def test_ranks_have_the_same_bits(rank: int, world_size: int, words: list[str]) -> None:
-    check_bits(composed(world_size, words), rank)
-    check_treatments(composed(world_size, [x for x in words if "checkpointing" not in x]), rank)
+@in_turn(args=CASES)
+def test_ranks_have_the_same_bits(rank: int, world_size: int, args: list[str]) -> None:
+    check_bits(composed(world_size, args), rank)
+    check_treatments(composed(world_size, [x for x in args if "checkpointing" not in x]), rank)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @distributed(timeout=600)
 def test_runs_of_every_kind_have_the_same_bits(rank: int, world_size: int) -> None:
-    found = 0
+    result = 0
     for seed in count():
         config = random_config(random.Random(f"inputs {seed} {world_size}"), world_size)
-        about = config.model
-        if config.activation_checkpointing.offload and about.num_layers > 2 and not about.trainable:
-            found += 1
+        options = config.model
+        if (
+            config.activation_checkpointing.offload
+            and options.num_layers > 2
+            and not options.trainable
+        ):
+            result += 1
             check_bits(config, rank)
-        if found == 12:
+        if result == 12:
             return
 
 

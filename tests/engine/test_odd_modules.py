@@ -21,13 +21,13 @@ from tests.reference import Loss, train_reference
 
 def difference(
     rank: int, make: Callable[[], nn.Module], batches: Batches, loss: Loss, strategy: str,
-    **about: Any,
+    **kwargs: Any,
 ) -> float:  # fmt: skip
     """Return the largest difference of weights between a sharded model and one process."""
     torch.manual_seed(0)
     expected = train_reference(make(), loss, batches)
     torch.manual_seed(0)
-    model = shard_model(make(), strategy, **about)
+    model = shard_model(make(), strategy, **kwargs)
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in batches:
         one_step(model, optimizer, of_ranks[rank][0], loss)
@@ -37,8 +37,8 @@ def difference(
 @distributed(world_size=2)
 @in_turn(depth=[0, 2, 3])
 def test_prefetch_changes_nothing_if_ranks_use_different_parameters(rank, world_size, depth):
-    given = rank, lambda: Stack(Spare), float_batches(6, world_size), square_loss, "full_shard"
-    assert difference(*given, prefetch=Prefetch(depth, depth)) == 0.0
+    arguments = rank, lambda: Stack(Spare), float_batches(6, world_size), square_loss, "full_shard"
+    assert difference(*arguments, prefetch=Prefetch(depth, depth)) == 0.0
 
 
 class PassesThrough(OddBlock):
@@ -107,11 +107,11 @@ def test_a_loss_that_does_not_come_from_the_output(rank, world_size, strategy):
         module(x)
         inner = module.module if isinstance(module, ShardedModel) else module
         assert isinstance(inner, SideOutput)
-        found, inner.kept = (
+        results, inner.kept = (
             inner.kept,
             torch.zeros(()),
         )  # otherwise, the graph would keep the module
-        return found
+        return results
 
     assert difference(rank, SideOutput, float_batches(3, world_size), loss, strategy) == 0.0
 
@@ -210,15 +210,15 @@ def test_embeddings_of_every_kind_equal_one_process(rank, world_size, make):
 
 
 @distributed(world_size=2)
-@in_turn(kind__said=[
+@in_turn(kind__error=[
     (ByForward, r"blocks.0.\w+ computes with its weight, which is not gathered"),
     (InParts, "blocks.1.up computes with its weight"),
     (Rescales, "writes to its own parameters in forward"),
 ])  # fmt: skip
-def test_parameters_that_are_not_gathered_are_named(rank, world_size, kind, said):
+def test_parameters_that_are_not_gathered_are_named(rank, world_size, kind, error):
     model = shard_model(kind(OddBlock), "full_shard")
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=said):
+        with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=error):
             model(float_batches(1, 1)[0][0][0])
 
 

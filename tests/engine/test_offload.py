@@ -102,9 +102,9 @@ def _trained(  # noqa: PLR0913  # the options of a case
 
 
 def _check_alike(rank: int, mode: str, **case: Any) -> None:
-    expected, found = (_trained(rank, offload, **case) for offload in ("none", mode))
-    assert expected[0] == found[0]
-    for before, after in zip(expected[1:], found[1:], strict=True):
+    expected, results = (_trained(rank, offload, **case) for offload in ("none", mode))
+    assert expected[0] == results[0]
+    for before, after in zip(expected[1:], results[1:], strict=True):
         assert before.keys() == after.keys()
         for name, values in before.items():
             assert torch.equal(values, after[name]), name
@@ -179,8 +179,8 @@ def test_same_bits_of_parameters_that_rest_on_the_host(rank, world_size, whole):
     for (mode, module), strategy, precision in cases(
         modes, ["full_shard", "shard_grad_op"], [Precision(), BF16], whole=whole
     ):
-        about: dict[str, Any] = {"module": module, "strategy": strategy, "precision": precision}
-        _check_alike(rank, mode, holds=True, **about)
+        options: dict[str, Any] = {"module": module, "strategy": strategy, "precision": precision}
+        _check_alike(rank, mode, holds=True, **options)
 
 
 @distributed(2)
@@ -219,11 +219,11 @@ def test_units_wait_for_their_own_step_only(rank, world_size, mode, precision):
     model = shard_model(make_net(tied=True), Sharding(precision=precision, offload=mode))
     *_, last = model._runtime.units
 
-    def gated(self: HostStates, step: Any, *given: Any) -> Any:
+    def gated(self: HostStates, step: Any, *args: Any) -> Any:
         unit = step.buffer.shard.unit
         assert returned.wait(20)
         assert unit != last or used.wait(20)
-        ready = right(self, step, *given)
+        ready = right(self, step, *args)
         seen.append(("stepped", unit))
         return ready
 
@@ -251,8 +251,8 @@ def test_the_next_forward_raises_an_error_of_the_host_and_no_half_step_is_saved(
     next_token_loss(model, _tokens(rank, 0)).backward()
     calls = []
 
-    def fails(*given: Any, **more: Any) -> None:
-        calls.append(given)
+    def fails(*args: Any, **more: Any) -> None:
+        calls.append(args)
         if len(calls) == 3:
             raise MemoryError("planted")
 
@@ -271,9 +271,9 @@ def test_a_running_step_is_saved_in_full_and_resumed_elsewhere(rank, world_size,
     (folder,) = collectives_for(torch.device("cpu")).all_gather_values(tempfile.mkdtemp())[:1]
     right = HostStates._step
 
-    def slow(self: HostStates, *given: Any) -> Any:
+    def slow(self: HostStates, *args: Any) -> Any:
         time.sleep(0.01)
-        return right(self, *given)
+        return right(self, *args)
 
     def run(offload: str, steps: range, load: bool) -> list[float]:
         model = shard_model(make_net(tied=True), Sharding(offload=offload))

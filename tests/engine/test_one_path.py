@@ -39,7 +39,7 @@ def trained(
     """Return the state after a few steps, and the flat buffers that this rank reduced."""
     device = torch.device("cuda", rank) if transport == DEVICES else torch.device("cpu")
     batches = token_batches(STEPS, world_size, WINDOWS[window])
-    on_device = [[[each.to(device) for each in own] for own in of] for of in batches]
+    on_device = [[[each.to(device) for each in batch] for batch in of] for of in batches]
     with nccl_path() if transport == NCCL else nullcontext():
         sharding = Sharding(strategy, precision=precision, share_memory=transport == SHARED)
         model = shard_model(make_net(tied=False, vocab=WIDE).to(device), sharding)
@@ -62,11 +62,11 @@ def strategy_over(transport: str) -> str:
 
 def sends_as_over_gloo(rank: int, world_size: int, transport: str) -> None:
     for window in MADE_BY:
-        about = strategy_over(transport), window, Precision(torch.bfloat16)
-        _, expected = trained(rank, world_size, GLOO, *about)
-        _, found = trained(rank, world_size, transport, *about)
-        assert len(found) == len(expected) > STEPS
-        for ours, theirs in zip(found, expected, strict=True):
+        options = strategy_over(transport), window, Precision(torch.bfloat16)
+        _, expected = trained(rank, world_size, GLOO, *options)
+        _, losses = trained(rank, world_size, transport, *options)
+        assert len(losses) == len(expected) > STEPS
+        for ours, theirs in zip(losses, expected, strict=True):
             assert ours.dtype == theirs.dtype == torch.float32
             assert torch.equal(ours, theirs), (transport, window)
 
@@ -75,12 +75,12 @@ def sends_as_over_gloo(rank: int, world_size: int, transport: str) -> None:
 def one_element_is_wrong(function: str) -> Iterator[None]:
     right: Callable[..., Tensor | None] = getattr(FlatBuffer, function)
 
-    def wrong(self: FlatBuffer, *given: object) -> Tensor | None:
-        found = right(self, *given)
-        flat = given[0] if found is None else found
+    def wrong(self: FlatBuffer, *args: object) -> Tensor | None:
+        result = right(self, *args)
+        flat = args[0] if result is None else result
         assert isinstance(flat, Tensor)
         flat[0] += 1
-        return found
+        return result
 
     with mock.patch.object(FlatBuffer, function, wrong):
         yield
@@ -90,10 +90,10 @@ def finds_faults(rank: int, world_size: int, transport: str) -> None:
     for window, functions in MADE_BY.items():
         batches = token_batches(STEPS, world_size, WINDOWS[window])
         expected = train_reference(make_net(tied=False, vocab=WIDE), next_token_loss, batches)
-        about = strategy_over(transport), window, Precision()
+        options = strategy_over(transport), window, Precision()
         for function in (None, *functions):
             with one_element_is_wrong(function) if function else nullcontext():
-                state, _ = trained(rank, world_size, transport, *about)
+                state, _ = trained(rank, world_size, transport, *options)
             is_unused = function is None or (transport == SHARED and function == "collect_piece")
             is_right = largest_difference(state, expected) <= 1e-6
             assert is_right == is_unused, (transport, window, function)

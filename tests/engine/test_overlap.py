@@ -159,9 +159,9 @@ def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, 
     clock, right = Clock(), HostParamPool.copy_to_device
     clock.delays["gather"] = gathering
 
-    def sent(self: HostParamPool, *given: Any) -> Any:
+    def sent(self: HostParamPool, *args: Any) -> Any:
         clock.start("copy")
-        return right(self, *given)
+        return right(self, *args)
 
     with mock.patch.object(HostParamPool, "copy_to_device", sent):
         run("full_shard", Prefetch(depth, depth), clock, offload="all")

@@ -132,17 +132,17 @@ def replaced(net: OddNet) -> None:
 
 
 @distributed(world_size=2)
-@in_turn(change__said=[
+@in_turn(change__error=[
     (compiled_after, r"compile its forward"),
     (replaced, "norm.weight is not the parameter that was sharded"),
 ])  # fmt: skip
-def test_computing_with_wrong_values_is_rejected(rank, world_size, change, said):
+def test_computing_with_wrong_values_is_rejected(rank, world_size, change, error):
     net = make_net(tied=False)
     model = fsdpctl.shard_model(net, "full_shard")
     batch = token_batches(1, world_size)[0][rank][0]
     model(batch)
     change(net)
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=error):
         model(batch)
 
 

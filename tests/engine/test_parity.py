@@ -130,8 +130,8 @@ def test_equals_one_process(rank: int, world_size: int, half: int) -> None:
     Every two of window, kind of module and strategy meet in some case; owner maps, and three
     ranks, with those kinds that make parts most uneven.
     """
-    found = half_of([each for each in pairs() if each[0] == world_size], half)
-    check(rank, [Case(sharding, kind, window, ranks) for ranks, window, kind, sharding in found])
+    result = half_of([each for each in pairs() if each[0] == world_size], half)
+    check(rank, [Case(sharding, kind, window, ranks) for ranks, window, kind, sharding in result])
 
 
 @pytest.mark.slow

@@ -63,10 +63,10 @@ def test_equals_one_process_bit_for_bit(rank: int, world_size: int, whole: bool)
     """Every kind of module in some windows or all; strategies and owner maps take turns."""
     shardings, windows, kinds = parity.SHARDINGS, list(parity.WINDOWS), list(KINDS)
     some = [(kind, windows[at % len(windows)]) for at, kind in enumerate(kinds)]
-    found = list(product(kinds, windows)) if whole else some
+    result = list(product(kinds, windows)) if whole else some
     parity.check(
         rank,
-        [Case(shardings[n % len(shardings)], *each, world_size) for n, each in enumerate(found)],
+        [Case(shardings[n % len(shardings)], *each, world_size) for n, each in enumerate(result)],
     )
 
 

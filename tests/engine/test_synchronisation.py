@@ -34,23 +34,23 @@ class _Reads(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[list[str]]:
     """Record reads of tensors, and copies from pageable memory by `torch.tensor(…, device=…)`."""
-    found: list[str] = []
+    results: list[str] = []
     tensor, tolist = torch.tensor, torch.Tensor.tolist
 
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is not None:
-            found.append("torch.tensor on a device")
+            results.append("torch.tensor on a device")
         return tensor(*args, **kwargs)
 
     def listed(self: torch.Tensor) -> Any:
-        found.append("tolist")
+        results.append("tolist")
         return tolist(self)
 
     with pytest.MonkeyPatch.context() as patch, _Reads() as reads:
-        patch.setattr(torch, "tensor", made)
+        patch.setattr(torch, "tensor", counted_tensor)
         patch.setattr(torch.Tensor, "tolist", listed)
-        yield found
-    found += ["item"] * reads.count
+        yield results
+    results += ["item"] * reads.count
 
 
 def step_waits(rank: int, strategy: str, reduce: Any, *, evaluates: bool, skips: bool) -> list[str]:
@@ -86,19 +86,19 @@ def test_a_step_does_not_wait_for_tensors(rank: int, world_size: int, whole: boo
     switches = [False, True]
     chosen = cases(list(STRATEGIES), ["every", "last"], switches, switches, whole=whole)
     for strategy, reduce, evaluates, skips in chosen:
-        found = step_waits(rank, strategy, reduce, evaluates=evaluates, skips=skips)
+        result = step_waits(rank, strategy, reduce, evaluates=evaluates, skips=skips)
         # The fingerprints of gathers; on CUDA they are compared a step later.
         allowed = ["item"] * STRATEGIES[strategy].shards_params
         # The optimizer does not step parameters without a gradient on any rank.
         allowed += ["tolist"] * skips
-        assert sorted(found) == sorted(allowed), (strategy, reduce, evaluates, skips)
+        assert sorted(result) == sorted(allowed), (strategy, reduce, evaluates, skips)
 
 
 def test_a_wait_for_a_tensor_is_detected():
-    with counted() as found:
+    with counted() as num_bytes:
         torch.ones(3).sum().item()
         torch.ones(3).tolist()
         torch.tensor([1.0], device="cpu")
         if torch.ones(()):
             torch.ones(3)
-    assert sorted(found) == ["item", "item", "tolist", "torch.tensor on a device"]
+    assert sorted(num_bytes) == ["item", "item", "tolist", "torch.tensor on a device"]

@@ -49,8 +49,8 @@ def loss_of(model: nn.Module, rank: int, uses: int, cut: int) -> Tensor:
 
 
 def check_gradients(model: ShardedModel, expected: dict[str, Tensor], rtol: float = 1e-5) -> None:
-    for found, part, _ in gradients_beside(model, expected):
-        torch.testing.assert_close(found, part, rtol=rtol, atol=rtol / 10)
+    for grads, part, _ in gradients_beside(model, expected):
+        torch.testing.assert_close(grads, part, rtol=rtol, atol=rtol / 10)
 
 
 def mean_gradients(losses_of: list[list[tuple[int, int, int]]]) -> dict[str, Tensor]:
@@ -98,8 +98,8 @@ def test_a_rank_may_hold_gradients_back_that_others_do_not_have(rank: int, world
                 check_gradients(model, expected, rtol)
             else:
                 norm = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
-                for found, part, _ in gradients_beside(model, expected):
-                    assert (found - part).norm() <= rtol * norm
+                for grads, part, _ in gradients_beside(model, expected):
+                    assert (grads - part).norm() <= rtol * norm
 
 
 @distributed(world_size=2)
@@ -114,5 +114,5 @@ def test_a_loss_of_root_parameters_alone_is_reduced(rank: int, world_size: int) 
     (model.module.get_parameter("scale") * (rank + 1.0)).sum().backward()
     of_all = {name: torch.zeros(each.shape) for name, each in WithScale().named_parameters()}
     of_all["scale"] += 1.5
-    for found, part, _ in gradients_beside(model, of_all):
-        torch.testing.assert_close(found, part)
+    for grads, part, _ in gradients_beside(model, of_all):
+        torch.testing.assert_close(grads, part)

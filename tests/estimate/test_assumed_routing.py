@@ -24,19 +24,19 @@ DYNAMIC = {
 def test_estimates_have_a_figure_or_one_line(family, tmp_path):
     changes = {"max_position_embeddings": 128, "rope_parameters": DYNAMIC}
     save_decoder(family, tmp_path, **(changes if family == "llama" else {}))
-    words = "model=hf", f"model.path={tmp_path}", "train.seq_len=64"
-    code, said = invoke("estimate-memory", *words)
-    assert (code == 0 and "verdict" in said) or (code == 2 and "\n" not in said)
+    args = "model=hf", f"model.path={tmp_path}", "train.seq_len=64"
+    code, out = invoke("estimate-memory", *args)
+    assert (code == 0 and "verdict" in out) or (code == 2 and "\n" not in out)
     assert code == 0 or family in ("blt", "xlnet")
 
 
 def test_a_family_that_cannot_be_traced_is_named(tmp_path):
     save_decoder("llama", tmp_path)
     error = NotImplementedError("no values\nmore")
-    words = "model=hf", f"model.path={tmp_path}", "train.seq_len=64"
+    args = "model=hf", f"model.path={tmp_path}", "train.seq_len=64"
     with mock.patch.object(TransformersDecoder, "forward", side_effect=error):
-        code, said = invoke("estimate-memory", *words)
-    assert (code, said) == (2, "model: llama: not supported; a small copy fails: no values")
+        code, out = invoke("estimate-memory", *args)
+    assert (code, out) == (2, "model: llama: not supported; a small copy fails: no values")
 
 
 def test_tokens_are_assumed_to_choose_experts_evenly():

@@ -39,13 +39,13 @@ TIE = 1.01
 LIMITS = (0.5066, 0.5074, 0.5082, 0.5101, 0.5106, 0.5158, 4)  # GiB; each allows another selection
 
 
-def composed(*words: str) -> Composed:
-    named = {word.partition("=")[0] for word in words}
-    return compose_config([*(w for w in TOY if w.partition("=")[0] not in named), *words])
+def composed(*args: str) -> Composed:
+    named = {arg.partition("=")[0] for arg in args}
+    return compose_config([*(w for w in TOY if w.partition("=")[0] not in named), *args])
 
 
-def placed(*words: str) -> Filled:
-    return prepare(composed(*words), ESTIMATE_ROLE).config
+def placed(*args: str) -> Filled:
+    return prepare(composed(*args), ESTIMATE_ROLE).config
 
 
 def axes_of(config: Filled) -> SearchSpace:
@@ -53,17 +53,17 @@ def axes_of(config: Filled) -> SearchSpace:
 
 
 @cache
-def ranking(*words: str) -> Ranking:
-    return rank_candidates(Estimator(), placed(*words))
+def ranking(*args: str) -> Ranking:
+    return rank_candidates(Estimator(), placed(*args))
 
 
 def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch():
-    found = ranking(*OPEN)
-    assert found.selection.recomputation.text == "none"
-    assert found.selection.micro_batch_size == 4
-    assert found.names == auto_names(compose_config(OPEN).config)
-    texts = {each.selection.text(found.names) for each in found.ranked}
-    assert len(texts) == len(found.ranked) == MOST_RANKED
+    result = ranking(*OPEN)
+    assert result.selection.recomputation.text == "none"
+    assert result.selection.micro_batch_size == 4
+    assert result.names == auto_names(compose_config(OPEN).config)
+    texts = {each.selection.text(result.names) for each in result.ranked}
+    assert len(texts) == len(result.ranked) == MOST_RANKED
 
 
 def test_the_selection_is_the_same_every_time():
@@ -76,9 +76,9 @@ def test_the_selection_is_the_same_every_time():
 @pytest.mark.parametrize("memory", fast(0.512, slow=LIMITS))
 def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_one(memory):
     """Estimate and predict all combinations, also those that the search skips."""
-    words = [*OPEN, f"cluster.memory={memory}"]
-    found, estimator = ranking(*words), Estimator()
-    axes = axes_of(with_specs(placed(*words))[0])
+    args = [*OPEN, f"cluster.memory={memory}"]
+    result, estimator = ranking(*args), Estimator()
+    axes = axes_of(with_specs(placed(*args))[0])
     fitting = []
     for strategy in axes.strategies:
         for mode in range(len(axes.recomputations)):
@@ -88,26 +88,29 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
                     plan = axes.plan(point._replace(prefetch=prefetch))
                     if estimator.estimate(plan).verdict == "fits":
                         fitting.append(estimator.predict(plan).seconds)
-    assert found.estimate.verdict == "fits"
-    assert found.ranked[0].seconds <= TIE * min(fitting)
+    assert result.estimate.verdict == "fits"
+    assert result.ranked[0].seconds <= TIE * min(fitting)
 
 
 def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
     """With several micro-batches, gradients between them take more than the smaller size saves."""
-    words = [
+    args = [
         "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=1", "model.hidden_size=256",
         "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
         "train.global_batch_size=4", *OPEN,
     ]  # fmt: skip
-    estimator, axes = Estimator(), axes_of(with_specs(placed(*words))[0])
+    estimator, axes = Estimator(), axes_of(with_specs(placed(*args))[0])
     last = len(axes.sizes) - 1
     full = axes.modes[2]
     points = (axes.point("full_shard", full, size, most_prefetch=False) for size in (last, 0))
     one, several = (estimator.estimate(axes.plan(point)) for point in points)
     assert one.peak_reserved < several.peak_reserved
     memory = (1.001 * one.peak_reserved + one.memory_bytes - one.available) / (1 << 30)
-    found = ranking(*words, f"cluster.memory={memory}")
-    assert (found.estimate.verdict, found.selection.micro_batch_size) == ("fits", axes.sizes[last])
+    result = ranking(*args, f"cluster.memory={memory}")
+    assert (result.estimate.verdict, result.selection.micro_batch_size) == (
+        "fits",
+        axes.sizes[last],
+    )
 
 
 def test_less_memory_leads_to_another_selection():
@@ -122,25 +125,25 @@ def test_a_tie_is_decided_by_memory():
     """If links cost nothing, strategies differ in memory alone."""
     free = ["cluster=h100", "cluster.intra_bandwidth=1e6", "launch.device=cuda"]
     large = ["model.hidden_size=2048", "train.seq_len=1024"]
-    found = ranking(*free, *large, "strategy=auto", "prefetch=auto")
-    assert (found.selection.strategy, found.selection.prefetch.name) == ("full_shard", "none")
-    fastest = min(found.ranked, key=lambda each: each.seconds)
-    assert fastest is not found.ranked[0]
-    assert fastest.estimate.peak_reserved > found.estimate.peak_reserved
-    assert found.ranked[0].seconds <= TIE * fastest.seconds
-    assert "least memory among the fastest of" in list(describe_ranking(found))[1]
+    result = ranking(*free, *large, "strategy=auto", "prefetch=auto")
+    assert (result.selection.strategy, result.selection.prefetch.name) == ("full_shard", "none")
+    fastest = min(result.ranked, key=lambda each: each.seconds)
+    assert fastest is not result.ranked[0]
+    assert fastest.estimate.peak_reserved > result.estimate.peak_reserved
+    assert result.ranked[0].seconds <= TIE * fastest.seconds
+    assert "least memory among the fastest of" in list(describe_ranking(result))[1]
 
 
 def test_settings_that_are_not_auto_are_kept():
     config = placed(*OPEN[1:], "strategy=no_shard")
-    found = rank_candidates(Estimator(), config)
-    assert found.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
-    assert {each.selection.strategy for each in found.ranked} == {"no_shard"}
-    found = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
-    assert {each.selection.micro_batch_size for each in found.ranked} == {2}
-    assert {each.selection.recomputation.text for each in found.ranked} == {"full"}
-    found = ranking(*OPEN, "accumulation.steps=4")
-    assert found.selection.micro_batch_size == 1
+    result = rank_candidates(Estimator(), config)
+    assert result.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
+    assert {each.selection.strategy for each in result.ranked} == {"no_shard"}
+    result = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
+    assert {each.selection.micro_batch_size for each in result.ranked} == {2}
+    assert {each.selection.recomputation.text for each in result.ranked} == {"full"}
+    result = ranking(*OPEN, "accumulation.steps=4")
+    assert result.selection.micro_batch_size == 1
     with pytest.raises(UsageError, match="accumulation.steps=3: expected 2 or auto for 8 samples"):
         ranking(*OPEN, "accumulation.steps=3")
 
@@ -150,9 +153,9 @@ def test_a_micro_batch_that_is_not_set_is_the_whole_share_of_a_rank():
     assert (auto_names(config), "train.micro_batch_size" in config_to_yaml(config)) == ((), False)
     assert auto_names(compose_config([*TOY, "train.micro_batch_size=auto"]).config)
     assert compose_config([*TOY, "train.micro_batch_size=none"]).config == config
-    found = ranking("strategy=auto", "cluster.memory=4")
-    assert found.estimate.batches.micro_batch_size == 4
-    assert "micro_batch" not in found.selection.text(found.names)
+    result = ranking("strategy=auto", "cluster.memory=4")
+    assert result.estimate.batches.micro_batch_size == 4
+    assert "micro_batch" not in result.selection.text(result.names)
 
 
 def test_replicas_are_candidates_on_several_nodes_or_if_their_size_is_set():
@@ -177,13 +180,13 @@ def test_candidates_are_those_that_the_engine_supports():
 
 
 def test_if_nothing_fits_one_line_names_the_closest_combination():
-    found = ranking(*OPEN, "cluster.memory=0.2")
-    assert found.summary.startswith("nothing fits; closest is strategy=")
-    assert "train.micro_batch_size=1" in found.summary
-    assert "\n" not in found.summary
-    found = ranking(*OPEN, "strategy.offload=states,gradients", "cluster.host_memory=2MiB")
-    needed = found.estimate.node_host_bytes / (1 << 30)
-    assert f"host memory: about {needed:.2f} GiB needed per node, 2.0 MiB avail" in found.summary
+    result = ranking(*OPEN, "cluster.memory=0.2")
+    assert result.summary.startswith("nothing fits; closest is strategy=")
+    assert "train.micro_batch_size=1" in result.summary
+    assert "\n" not in result.summary
+    result = ranking(*OPEN, "strategy.offload=states,gradients", "cluster.host_memory=2MiB")
+    needed = result.estimate.node_host_bytes / (1 << 30)
+    assert f"host memory: about {needed:.2f} GiB needed per node, 2.0 MiB avail" in result.summary
 
 
 def test_sizes_of_a_share_that_does_not_halve_are_its_divisors_and_rounded_halves():
@@ -246,14 +249,14 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     assert with_selection(filled, Selection.of(Config())) == filled
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("args", "error"), [
     (["prefetch=auto", "prefetch.forward=2"], "prefetch.forward=2: conflicts with prefetch=auto"),
     (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
     (["auto.probe=false"], "auto.probe: no such key; not needed: `auto` selects by prediction"),
 ])  # fmt: skip
-def test_conflicting_settings_are_reported_in_one_line(words, said):
-    with pytest.raises(UsageError, match=said):
-        prepare(compose_config(words), ESTIMATE_ROLE)
+def test_conflicting_settings_are_reported_in_one_line(args, error):
+    with pytest.raises(UsageError, match=error):
+        prepare(compose_config(args), ESTIMATE_ROLE)
 
 
 def test_candidates_are_the_options_of_conf():

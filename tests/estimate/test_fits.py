@@ -33,98 +33,98 @@ SHORTAGES = [
 ]
 
 
-def estimated(*words: str) -> RunEstimate:
+def estimated(*args: str) -> RunEstimate:
     return Estimator().estimate(
-        make_run_plan(prepare(compose_config([*SMALL, *words]), ESTIMATE_ROLE).config)
+        make_run_plan(prepare(compose_config([*SMALL, *args]), ESTIMATE_ROLE).config)
     )
 
 
-@pytest.mark.parametrize(("words", "short"), SHORTAGES)
-def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short):
-    estimator, found = Estimator(), estimated(*words)
-    assert [each.split(":")[0] for each in found.shortages] == short
-    assert (found.fits, found.verdict, found.margin < 0) == (False, "too_large", True)
-    assert estimator.estimate_if_fits(found.plan) is None
-    assert largest_that_fits(estimator, found.plan, "micro_batch").estimate is None
-    assert all(each.fits for _, each in suggest(estimator, found.plan))
+@pytest.mark.parametrize(("args", "short"), SHORTAGES)
+def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(args, short):
+    estimator, results = Estimator(), estimated(*args)
+    assert [each.split(":")[0] for each in results.shortages] == short
+    assert (results.fits, results.verdict, results.margin < 0) == (False, "too_large", True)
+    assert estimator.estimate_if_fits(results.plan) is None
+    assert largest_that_fits(estimator, results.plan, "micro_batch").estimate is None
+    assert all(each.fits for _, each in suggest(estimator, results.plan))
     with pytest.raises(DoesNotFitError, match=f"^{short[0]}: about .* needed"):
-        check_fits(found, estimator, lambda line: None)
+        check_fits(results, estimator, lambda line: None)
 
 
-def simulated(words: Sequence[str]) -> list[str]:
-    found = variants_of([*SMALL, *words, "strategy=full_shard,no_shard"], None, simulates=True)
-    list(predict(found))
-    return [each.result.status for each in found]
+def simulated(args: Sequence[str]) -> list[str]:
+    result = variants_of([*SMALL, *args, "strategy=full_shard,no_shard"], None, simulates=True)
+    list(predict(result))
+    return [each.result.status for each in result]
 
 
-@pytest.mark.parametrize(("words", "short"), SHORTAGES)
-def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
-    overrides = [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"]
+@pytest.mark.parametrize(("args", "short"), SHORTAGES)
+def test_neither_auto_nor_a_simulation_selects_what_train_refuses(args, short):
+    overrides = [*SMALL, *args, "strategy=auto", "activation_checkpointing=auto"]
     config = prepare(compose_config(overrides), ESTIMATE_ROLE).config
     ranking = rank_candidates(Estimator(), config)
     assert ranking.summary.startswith("nothing fits; closest is ")
     assert f": {short[0]}: about" in ranking.summary
-    sharded, replicated = simulated(words)
+    sharded, replicated = simulated(args)
     assert sharded.startswith(f"{TOO_LARGE}{short[0]}: about")
     assert replicated != OK
 
 
 def test_enough_memory_of_both_kinds_fits_everywhere():
-    words = ["cluster.host_memory=64"]
-    found = estimated(*words)
-    assert (found.fits, found.shortages) == (True, [])
-    check_fits(found, Estimator(), pytest.fail)
-    assert simulated(words) == [OK, OK]
+    args = ["cluster.host_memory=64"]
+    estimate = estimated(*args)
+    assert (estimate.fits, estimate.shortages) == (True, [])
+    check_fits(estimate, Estimator(), pytest.fail)
+    assert simulated(args) == [OK, OK]
 
 
 def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
-    words = ["model=llama3_8b", "cluster=h100", "activation_checkpointing=selective",
+    args = ["model=llama3_8b", "cluster=h100", "activation_checkpointing=selective",
              "launch.allocator=native"]  # fmt: skip
 
     def with_memory(*more: str) -> RunEstimate:
         return Estimator().estimate(
-            make_run_plan(prepare(compose_config([*words, *more]), ESTIMATE_ROLE).config)
+            make_run_plan(prepare(compose_config([*args, *more]), ESTIMATE_ROLE).config)
         )
 
-    found = with_memory()
-    saved = (found.peak_reserved - found.allocated) // 8
-    needed = found.peak_reserved - saved + found.outside_allocator.high
+    result = with_memory()
+    saved = (result.peak_reserved - result.allocated) // 8
+    needed = result.peak_reserved - saved + result.outside_allocator.high
     thrashes = with_memory(f"cluster.memory={needed / 2**30}")
     assert (thrashes.verdict, thrashes.fits, len(thrashes.shortages)) == ("thrashes", False, 1)
 
 
-@pytest.mark.parametrize(("words", "short"), [SHORTAGES[0], SHORTAGES[3]])
-def test_the_estimate_shows_what_is_missing_and_what_to_change(words, short):
-    code, text = invoke("estimate-memory", *SMALL, *words, "--require-fit")
+@pytest.mark.parametrize(("args", "short"), [SHORTAGES[0], SHORTAGES[3]])
+def test_the_estimate_shows_what_is_missing_and_what_to_change(args, short):
+    code, text = invoke("estimate-memory", *SMALL, *args, "--require-fit")
     (verdict,) = (line for line in text.splitlines() if line.startswith("verdict"))
     assert (code, "does not fit" in verdict, "missing" in verdict) == (3, True, True)
     assert ("host memory" in verdict) == (short == ["host memory"])
     assert "to fit" in text
-    code, text = invoke("estimate-memory", *SMALL, *words, "--fit", "micro_batch")
+    code, text = invoke("estimate-memory", *SMALL, *args, "--fit", "micro_batch")
     assert f"train.micro_batch_size=1 does not fit ({short[0]}: about" in text
-    code, text = invoke("estimate-memory", *SMALL, *words, "--all-strategies", "--require-fit")
+    code, text = invoke("estimate-memory", *SMALL, *args, "--all-strategies", "--require-fit")
     assert (code, text.count("does not fit") > 1, " fits\n" in text) == (3, True, False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("args", [
     ["activation_checkpointing=auto"], ["strategy=auto", "train.micro_batch_size=auto"],
     ["prefetch=auto", "activation_checkpointing=auto", "launch.nproc_per_node=1"],
 ])  # fmt: skip
-def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
+def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(args):
     sizes = ["train.seq_len=2048", "model.hidden_size=1024", "launch.nproc_per_node=2"]
-    names = {word.partition("=")[0] for word in (*sizes, *words)}
-    overrides = [*(w for w in SMALL if w.partition("=")[0] not in names), *words]
-    typed = {word.partition("=")[0] for word in words}
-    overrides += [word for word in sizes if word.partition("=")[0] not in typed]
+    names = {arg.partition("=")[0] for arg in (*sizes, *args)}
+    overrides = [*(w for w in SMALL if w.partition("=")[0] not in names), *args]
+    typed = {arg.partition("=")[0] for arg in args}
+    overrides += [arg for arg in sizes if arg.partition("=")[0] not in typed]
 
     def chosen(memory: float) -> RunEstimate:
         composed = compose_config([*overrides, f"cluster.memory={memory:.9f}"])
         config = prepare(composed, ESTIMATE_ROLE).config
         return rank_candidates(Estimator(), config).estimate
 
-    def filled_to(found: RunEstimate, share: float) -> float:
-        return (found.peak_reserved / share + found.outside_allocator.high) / 2**30
+    def filled_to(result: RunEstimate, share: float) -> float:
+        return (result.peak_reserved / share + result.outside_allocator.high) / 2**30
 
     usual, least = chosen(80), chosen(0.71)
     assert usual.leaves_reserve
@@ -146,13 +146,13 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
 
 
 def test_the_verdict_names_the_reserve():
-    found = estimated()
-    for share, said in ((0.5, "(with "), (0.98, "(less than ")):
-        memory = (found.peak_reserved / share + found.outside_allocator.high) / 2**30
+    estimate = estimated()
+    for share, messages in ((0.5, "(with "), (0.98, "(less than ")):
+        memory = (estimate.peak_reserved / share + estimate.outside_allocator.high) / 2**30
         _, text = invoke("estimate-memory", *SMALL, f"cluster.memory={memory:.9f}")
         (verdict,) = (line for line in text.splitlines() if line.startswith("verdict fits: "))
-        assert said in verdict
-        assert f"the {found.reserve_share:.0%} that a selection leaves)" in verdict
+        assert messages in verdict
+        assert f"the {estimate.reserve_share:.0%} that a selection leaves)" in verdict
     _, text = invoke("estimate-memory", "launch.device=cpu")
     assert "a selection leaves" not in text
 

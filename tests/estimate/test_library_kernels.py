@@ -42,9 +42,9 @@ def test_results_and_gradients_are_those_of_the_plain_code(family):
     assert packages_of(module) == (FAMILIES[family],)
     plain = result(module, 12)
     with with_kernels():
-        found = result(module, 12)
-        found.sum().backward()
-    assert (found.shape, found.dtype) == (plain.shape, plain.dtype)
+        actual = result(module, 12)
+        actual.sum().backward()
+    assert (actual.shape, actual.dtype) == (plain.shape, plain.dtype)
     reached = {name for name, param in module.named_parameters() if param.grad is not None}
     module.zero_grad()
     plain.sum().backward()

@@ -23,9 +23,9 @@ def planned(*more: str) -> RunPlan:
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():
     plan = planned("train.seq_len=32768")
-    found = [change.settings for change in CONTEXT_PARALLEL.suggestions(plan)]
-    words = "train.context_parallel=2", "train.context_parallel=4"
-    assert found == [(word, "train.micro_batch_size=1") for word in words]
+    results = [change.settings for change in CONTEXT_PARALLEL.suggestions(plan)]
+    args = "train.context_parallel=2", "train.context_parallel=4"
+    assert results == [(arg, "train.micro_batch_size=1") for arg in args]
     assert not [*CONTEXT_PARALLEL.suggestions(planned("train.seq_len=4096"))]
     shared = planned("train.seq_len=32768", "train.context_parallel=2")
     (change,) = CONTEXT_PARALLEL.suggestions(shared)
@@ -39,4 +39,4 @@ def test_a_long_sample_is_advised_to_be_shared():
     plan = planned("train.seq_len=131072", "activation_checkpointing=full")
     assert Estimator().estimate(plan).verdict != "fits"
     changes = [change.settings for change, _ in suggest(Estimator(), plan)]
-    assert any("train.context_parallel" in word for words in changes for word in words)
+    assert any("train.context_parallel" in arg for args in changes for arg in args)

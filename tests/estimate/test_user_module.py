@@ -23,7 +23,7 @@ def test_a_module_that_is_not_a_decoder(rank: int, world_size: int) -> None:
     optimizer = fsdpctl.ShardedAdamW(model)
     batch = torch.randint(0, 17, (20, 31))
     peak, _ = watched_step(model, partial(one_step, model, optimizer, batch))
-    found = estimate_memory(
+    estimate = estimate_memory(
         lambda: OddNet(tied=True, num_blocks=9),
         lambda: torch.empty(batch.shape[0], batch.shape[1] - 1, dtype=torch.int64),
         world_size=world_size,
@@ -32,7 +32,7 @@ def test_a_module_that_is_not_a_decoder(rank: int, world_size: int) -> None:
         ),
         assumed=ON_CPU,
     )
-    assert found.peak_allocated == pytest.approx(peak, rel=0.01)
+    assert estimate.peak_allocated == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def test_an_unmodified_decoder_of_transformers(rank: int, world_size: int, famil
         optimizer.zero_grad()
 
     peak, _ = watched_step(model, step)
-    found = estimate_memory(make, inputs, world_size=world_size, assumed=ON_CPU)
-    assert found.peak_allocated == pytest.approx(peak, rel=0.01)
+    estimate = estimate_memory(make, inputs, world_size=world_size, assumed=ON_CPU)
+    assert estimate.peak_allocated == pytest.approx(peak, rel=0.01)
 
 
 def estimate_sum(
@@ -96,19 +96,19 @@ def test_states_in_host_memory_are_not_on_the_device():
 
 
 def test_a_verdict_accepts_any_size():
-    found = estimated()
-    assert (found.verdict("80GiB"), found.verdict(1000)) == ("fits", "too_large")
-    assert found.breakdown["rounding"] < 512 * 100
-    assert found.peak_allocated <= found.peak_reserved
+    estimate = estimated()
+    assert (estimate.verdict("80GiB"), estimate.verdict(1000)) == ("fits", "too_large")
+    assert estimate.breakdown["rounding"] < 512 * 100
+    assert estimate.peak_allocated <= estimate.peak_reserved
 
 
 def test_other_engines_hold_their_shards_and_no_states_of_frozen_parameters():
     for engine, sharding, share in (("fsdp2", "full_shard", 4), ("ddp", "no_shard", 1)):
         numel = (64 * 256 + 256 + 256 * 8 + 8) // share
         assumed = fsdpctl.Assumed(engine=engine)
-        found = estimated(sharding=sharding, assumed=assumed).breakdown
-        assert found["parameters"] == pytest.approx(4 * numel, abs=4 * 512)
-        assert found["optimizer_states"] == pytest.approx(8 * numel, abs=12 * 512)
+        estimate = estimated(sharding=sharding, assumed=assumed).breakdown
+        assert estimate["parameters"] == pytest.approx(4 * numel, abs=4 * 512)
+        assert estimate["optimizer_states"] == pytest.approx(8 * numel, abs=12 * 512)
 
         def frozen() -> nn.Module:
             module = net()
@@ -125,10 +125,10 @@ def test_other_engines_hold_their_shards_and_no_states_of_frozen_parameters():
 
 def test_fully_shard_gathers_nothing_for_one_rank():
     for ranks, gathers in ((1, False), (2, True)):
-        found = estimated(world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2"))
+        estimate = estimated(world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2"))
         items = [
-            found.step.recorder.purpose(key).description
-            for key, nbytes in found.step.trace.operations(2)
+            estimate.step.recorder.purpose(key).description
+            for key, nbytes in estimate.step.trace.operations(2)
             if nbytes > 0
         ]
         assert ("gathered parameters" in items) == gathers
@@ -137,13 +137,13 @@ def test_fully_shard_gathers_nothing_for_one_rank():
 def test_fully_shard_with_replicas_keeps_all_reduced_gradients():
     most_live = []
     for ranks, strategy, size in ((4, "full_shard", None), (8, "hybrid_shard", 4)):
-        found = estimated(
+        estimate = estimated(
             world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
             sharding=fsdpctl.Sharding(strategy, dp_shard_size=size),
         )  # fmt: skip
         live, most = set[int](), 0
-        for key, nbytes in found.step.trace.operations(2):
-            if key >= 0 and found.step.recorder.purpose(key).category == "gradients":
+        for key, nbytes in estimate.step.trace.operations(2):
+            if key >= 0 and estimate.step.recorder.purpose(key).category == "gradients":
                 live = live | {key} if nbytes else live - {key}
             most = max(most, len(live))
         most_live.append(most)
@@ -172,8 +172,8 @@ def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     optimizer = fsdpctl.ShardedAdamW(model)
     step = partial(one_step, model, optimizer, torch.ones(3, 64), lambda module, x: module(x).sum())
     peak, _ = watched_step(model, step)
-    found = estimate_sum(make, 3, 64, sharding="no_shard")
-    assert found.peak_allocated == pytest.approx(peak, rel=0.01)
+    result = estimate_sum(make, 3, 64, sharding="no_shard")
+    assert result.peak_allocated == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize(("options", "part"), [

@@ -56,12 +56,12 @@ def test_the_check_of_a_repository_fails_as_its_command_does(code: int, tmp_path
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "GITHUB_STEP_SUMMARY": "summary.md"}
     shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c"]  # `shell: bash`
     done = subprocess.run([*shell, step["run"]], cwd=tmp_path, env=environment, check=False)
-    words = (tmp_path / "summary.md").read_text().split()
-    assert (done.returncode, words[0]) == (code, "estimate-memory")
+    summary = (tmp_path / "summary.md").read_text().split()
+    assert (done.returncode, summary[0]) == (code, "estimate-memory")
     shutil.copytree(OTHERS, tmp_path / "recipes")
-    words[words.index("recipes")] = str(tmp_path / "recipes")
-    words[words.index("cluster=8xh100")] = "cluster=rtx4090"
-    exit_code, output = invoke(*words)
+    summary[summary.index("recipes")] = str(tmp_path / "recipes")
+    summary[summary.index("cluster=8xh100")] = "cluster=rtx4090"
+    exit_code, output = invoke(*summary)
     assert (exit_code, "axolotl-full.yaml" in output) == (3, True)
 
 
@@ -108,9 +108,9 @@ def _arguments(example: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("example", _VARIABLES)
 def test_the_commands_get_their_node_from_the_cluster(example: str, tmp_path: Path) -> None:
-    command, *words = _arguments(example, tmp_path)
-    assert (command, words[:2]) == ("train", ["--recipe", "llama3_8b_8xh100"])
-    role = role_of(compose_config(words[2:]).config.launch, _VARIABLES[example])
+    command, *args = _arguments(example, tmp_path)
+    assert (command, args[:2]) == ("train", ["--recipe", "llama3_8b_8xh100"])
+    role = role_of(compose_config(args[2:]).config.launch, _VARIABLES[example])
     launch, rank = role.launch, role.rank
     assert launch is not None
     assert (launch.nnodes, launch.node_rank, rank) == (2, 1, None)
@@ -122,12 +122,12 @@ def test_the_commands_get_their_node_from_the_cluster(example: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("example", _VARIABLES)
 def test_the_commands_pass_a_dry_run(example, tmp_path, monkeypatch):
-    words = _arguments(example, tmp_path)
+    args = _arguments(example, tmp_path)
     for name, value in _VARIABLES[example].items():
         monkeypatch.setenv(name, value)
     # The recipe's model needs devices that are not here. The directory must be writable.
     run_dir = f"train.run_dir={tmp_path / 'run'}"
-    changed = [run_dir if each.startswith("train.run_dir=") else each for each in words]
+    changed = [run_dir if each.startswith("train.run_dir=") else each for each in args]
     here = ("launch.nproc_per_node=8", "launch.device=cpu", "train.require_fit=false")
     code, output = invoke(*changed, "--dry-run", *here)
     assert (code, "16 ranks" in output) == (0, True), shlex.join(changed) + output

@@ -40,23 +40,23 @@ def final_sums(run_dir: Path) -> Sums:
     newest = newest_checkpoint(run_dir / "checkpoints")
     assert newest is not None
     reader = CheckpointReader(newest)
-    found = {
+    result = {
         name: hashlib.sha256(
             b"".join(bytes(data) for _, data in reader.read(tensor_key("model", name)))
         ).hexdigest()
         for name in reader.names("model")
     }
-    assert found
-    return found
+    assert result
+    return result
 
 
 def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
     """One case: what was seen, and under `wrong` what should not have been."""
-    began, kept = time.monotonic(), set[str]()
+    began, saved = time.monotonic(), set[str]()
     processes = run.start()
-    more = strike(case, run, processes, kept)
+    more = strike(case, run, processes, saved)
     first = codes_of(processes, CUT_PATIENCE if run.hosts else PATIENCE)
-    wrong = _wrong_at_first(case, run, first, kept)
+    wrong = _wrong_at_first(case, run, first, saved)
     make_room(run.run_dir.parent)
     codes = [first]
     while any(codes[-1]) and None not in codes[-1] and len(codes) < MOST_STARTS:
@@ -78,18 +78,18 @@ def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _wrong_at_first(case: Case, run: Run, codes: list[int | None], kept: set[str]) -> list[str]:
+def _wrong_at_first(case: Case, run: Run, codes: list[int | None], saved: set[str]) -> list[str]:
     """Of the start that was disturbed."""
     wrong = ["did not end in time"] if None in codes else []
     if left := run.end_orphans():
         wrong.append(f"{left} processes were left")
     allowed = (*CODES, -signal.SIGKILL) if case.kills_launcher else CODES
-    if said := [each for each in codes if each is not None and each not in allowed]:
-        wrong.append(f"exit codes {said}")
-    if "Traceback" in run.said:
+    if messages := [each for each in codes if each is not None and each not in allowed]:
+        wrong.append(f"exit codes {messages}")
+    if "Traceback" in run.out:
         wrong.append("a traceback on the terminal")
     present = {each.name for each in complete_checkpoints(run.run_dir / "checkpoints")}
-    if (lost := kept - present) and len(present) < 2:  # newer ones may have taken their place
+    if (lost := saved - present) and len(present) < 2:  # newer ones may have taken their place
         wrong.append(f"complete checkpoints are gone: {sorted(lost)}")
     return wrong
 
@@ -102,13 +102,13 @@ def campaign(first: int, count: int, out: Path | None = None) -> list[dict[str, 
     known = json.loads(out.read_text())["results"] if out is not None and out.exists() else []
     results = [each for each in known if first <= each["seed"] < first + count]
     done = {each["seed"] for each in results}
-    with tempfile.TemporaryDirectory(prefix="faults-") as kept:
-        (reference := Path(kept) / "whole").mkdir()
+    with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
+        (reference := Path(scratch) / "whole").mkdir()
         whole = Run(reference)
-        assert codes_of(whole.start(), PATIENCE) == [0], whole.said
+        assert codes_of(whole.start(), PATIENCE) == [0], whole.out
         sums = final_sums(whole.run_dir)
         for seed in sorted({*range(first, first + count)} - done):
-            results.append(one_case(case_of(seed), Path(kept) / f"case-{seed}", sums))
+            results.append(one_case(case_of(seed), Path(scratch) / f"case-{seed}", sums))
             print(json.dumps(results[-1]), flush=True)
             write_report(out, "faults", results)
     return results
@@ -116,7 +116,7 @@ def campaign(first: int, count: int, out: Path | None = None) -> list[dict[str, 
 
 def one_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
     """One of them, in a folder that is made."""
-    fault, words = None, [f"launch.max_restarts={case.restarts}", *case.words]
+    fault, args = None, [f"launch.max_restarts={case.restarts}", *case.args]
     if case.kind == "planted":
         mark = str(folder / "fired")
         fault = {"kind": case.what, "rank": case.rank, "call": case.step, "mark": mark}
@@ -125,17 +125,17 @@ def one_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
         if case.kind == "disk":
             stack.enter_context(small_disk(folder / "disk"))
         on = stack.enter_context(hosts(2)) if case.on_hosts else None
-        run = Run(folder, words, fault=fault, hosts=on)
-        found = disturbed(case, run, sums)
-        return {**found, "said": run.said[-3000:]} if found["wrong"] else found
+        run = Run(folder, args, fault=fault, hosts=on)
+        result = disturbed(case, run, sums)
+        return {**result, "said": run.out[-3000:]} if result["wrong"] else result
 
 
 def main() -> None:
     """As the command line says; 1 where something was wrong."""
     out = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-    found = campaign(int(sys.argv[1]), int(sys.argv[2]), out)
-    bad = [each for each in found if each["wrong"]]
-    print(f"{len(found)} cases, {len(bad)} wrong")
+    result = campaign(int(sys.argv[1]), int(sys.argv[2]), out)
+    bad = [each for each in result if each["wrong"]]
+    print(f"{len(result)} cases, {len(bad)} wrong")
     sys.exit(bool(bad))
 
 

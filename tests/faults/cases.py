@@ -23,7 +23,7 @@ class Case:
     step: int  # for the moments that have one
     seconds: float  # of a delay in start-up, or of a cable's cut
     restarts: int
-    words: tuple[str, ...] = field(default=())
+    args: tuple[str, ...] = field(default=())
 
     @property
     def rank(self) -> int:
@@ -48,7 +48,7 @@ class Case:
     @property
     def keeps_bits(self) -> bool:
         """Whether the policy promises the undisturbed run's weights in the end."""
-        return not any("on_nonfinite" in word for word in self.words)
+        return not any("on_nonfinite" in arg for arg in self.args)
 
 
 def case_of(seed: int) -> Case:
@@ -56,7 +56,7 @@ def case_of(seed: int) -> Case:
     rng = random.Random(seed)
     kind = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
     target = rng.choice(("launcher", "rank 0", "rank 1"))
-    what, moment, words = kind, rng.choice(_MOMENTS), list[str]()
+    what, moment, args = kind, rng.choice(_MOMENTS), list[str]()
     if kind == "signal":
         what = rng.choice(SIGNALS)
     elif kind == "planted":
@@ -64,7 +64,7 @@ def case_of(seed: int) -> Case:
         target = rng.choice(("rank 0", "rank 1"))
         if what.startswith("NaN"):
             policy = rng.choice(("stop", "skip"))
-            words = [] if policy == "stop" else [f"train.on_nonfinite={policy}"]
+            args = [] if policy == "stop" else [f"train.on_nonfinite={policy}"]
     elif kind == "damage":
         what, moment = rng.choice(("newest checkpoint", "metrics", "other ranks")), "training"
     elif kind in ("disk", "host", "cable"):
@@ -74,5 +74,5 @@ def case_of(seed: int) -> Case:
         step=rng.randrange(1, STEPS - 20),
         seconds=rng.uniform(1, 60) if kind == "cable" else rng.uniform(0, 6),
         restarts=rng.choice((0, 0, 2)),
-        words=tuple(words),
+        args=tuple(args),
     )  # fmt: skip

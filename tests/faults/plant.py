@@ -45,13 +45,13 @@ def plant(fault: dict[str, Any]) -> None:
         return _training(batches, samples, rank, micro_step)
 
     def summed(*args: Any, **named: Any) -> torch.Tensor:
-        found: torch.Tensor = _summed(*args, **named)
+        result: torch.Tensor = _summed(*args, **named)
         if not (torch.is_grad_enabled() and is_due()):
-            return found
+            return result
         if fault["kind"] == "NaN in the loss":
-            return found * float("nan")
-        found.register_hook(lambda grad: grad * float("nan"))
-        return found
+            return result * float("nan")
+        result.register_hook(lambda grad: grad * float("nan"))
+        return result
 
     if fault["kind"].startswith("NaN"):
         decoder_loss.summed_loss = summed

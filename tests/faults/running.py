@@ -38,7 +38,7 @@ class Run:
     """One run directory, and the processes that work on it."""
 
     def __init__(
-        self, folder: Path, words: Sequence[str] = (), *, fault: dict[str, Any] | None = None,
+        self, folder: Path, args: Sequence[str] = (), *, fault: dict[str, Any] | None = None,
         hosts: Hosts | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.run_dir, self.hosts = folder, folder / "disk" / "run", hosts
@@ -46,7 +46,7 @@ class Run:
         seconds = CUT_SECONDS if hosts else HANG_SECONDS
         self._words = [
             *WORDS, f"data.path={make_text(folder)}", f"train.run_dir={self.run_dir}",
-            f"launch.hang_timeout={seconds}", f"launch.timeout={5 * seconds}", *words,
+            f"launch.hang_timeout={seconds}", f"launch.timeout={5 * seconds}", *args,
         ]  # fmt: skip
         self._env = environment() if fault is None else planted(folder, fault)
 
@@ -55,11 +55,11 @@ class Run:
         if self.hosts is None:
             ranks = [] if any("nproc_per_node" in each for each in more) else [_RANKS]
             return [self._begin([], [*ranks, *more])]
-        where = [f"launch.rdzv_endpoint={self.hosts.addresses[0]}:29500", "launch.nnodes=2"]
+        node_settings = [f"launch.rdzv_endpoint={self.hosts.addresses[0]}:29500", "launch.nnodes=2"]
         return [
             self._begin(
                 ["ip", "netns", "exec", name],
-                ["launch.nproc_per_node=1", *where, f"launch.node_rank={host}", *more],
+                ["launch.nproc_per_node=1", *node_settings, f"launch.node_rank={host}", *more],
             )
             for host, name in enumerate(self.hosts.names)
         ]
@@ -73,27 +73,27 @@ class Run:
             )  # fmt: skip
 
     @property
-    def said(self) -> str:
+    def out(self) -> str:
         """By all starts so far."""
         return (self.folder / "said.log").read_text(errors="replace")
 
     def workers(self) -> list[psutil.Process]:
         """All processes of this run."""
-        found = []
+        results = []
         for each in psutil.process_iter(["cmdline"]):
             line = each.info["cmdline"] or []
             if "fsdpctl.training.worker" in line and str(self.run_dir) in line:
-                found.append(each)
-        return found
+                results.append(each)
+        return results
 
     def end_orphans(self) -> int:
         """How many workers are still there some seconds after their launchers have gone."""
         deadline = time.monotonic() + _ORPHAN_SECONDS
-        while (found := self.workers()) and time.monotonic() < deadline:
+        while (result := self.workers()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        for each in found:
+        for each in result:
             each.kill()
-        return len(found)
+        return len(result)
 
 
 def codes_of(processes: list["subprocess.Popen[str]"], seconds: float) -> list[int | None]:

@@ -22,7 +22,7 @@ _STOPPED_SECONDS = 5.0  # a launcher, which nothing else resumes
 
 
 def strike(
-    case: Case, run: Run, processes: list["subprocess.Popen[str]"], kept: set[str]
+    case: Case, run: Run, processes: list["subprocess.Popen[str]"], saved: set[str]
 ) -> tuple[str, ...]:
     """Do it; `kept` gets the checkpoints that were complete. Returns further words for reruns."""
     if case.kind == "planted":
@@ -31,7 +31,7 @@ def strike(
     _await_moment(case, run, process)
     checkpoints = run.run_dir / "checkpoints"
     with contextlib.suppress(OSError):
-        kept.update(each.name for each in complete_checkpoints(checkpoints)[-1:])
+        saved.update(each.name for each in complete_checkpoints(checkpoints)[-1:])
     if case.kind == "signal":
         _send(case, run, process)
     elif case.kind == "disk":
@@ -74,8 +74,8 @@ def _cut(run: Run, seconds: float) -> None:
 def _lose(launcher: "subprocess.Popen[str]") -> None:
     """All of a host at once."""
     with contextlib.suppress(psutil.Error):
-        found = psutil.Process(launcher.pid)
-        for each in [*found.children(recursive=True), found]:
+        result = psutil.Process(launcher.pid)
+        for each in [*result.children(recursive=True), result]:
             with contextlib.suppress(psutil.Error):
                 each.kill()
 

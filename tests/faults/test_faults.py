@@ -15,11 +15,11 @@ _SEEDS = 12
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sums:
     run = Run(tmp_path_factory.mktemp("undisturbed"))
-    assert codes_of(run.start(), PATIENCE) == [0], run.said
+    assert codes_of(run.start(), PATIENCE) == [0], run.out
     return final_sums(run.run_dir)
 
 
 @pytest.mark.parametrize("seed", range(_SEEDS))
 def test_a_disturbed_run_ends_rightly_and_goes_on(tmp_path: Path, undisturbed: Sums, seed: int):
-    found = one_case(case_of(seed), tmp_path / "case", undisturbed)
-    assert found["wrong"] == [], found
+    result = one_case(case_of(seed), tmp_path / "case", undisturbed)
+    assert result["wrong"] == [], result

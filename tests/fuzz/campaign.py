@@ -76,19 +76,19 @@ class Campaign:
         """Damage a file and call a command; return the failure, or None."""
         what = rng.choice(sorted(_TARGETS))
         source, damage, calls = _TARGETS[what]
-        place = self.folder / "case"
-        shutil.rmtree(place, ignore_errors=True)
-        (place / "out").mkdir(parents=True)
-        shutil.copytree(self.originals / source, place / "in" / source)
-        damage(place / "in" / source, rng)
+        folder = self.folder / "case"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "out").mkdir(parents=True)
+        shutil.copytree(self.originals / source, folder / "in" / source)
+        damage(folder / "in" / source, rng)
         text = f"data.path={self.originals / 'text.txt'}"
         call = tuple(
-            word.format(path=place / "in" / source, out=place / "out", text=text)
-            for word in rng.choice(calls)
+            arg.format(path=folder / "in" / source, out=folder / "out", text=text)
+            for arg in rng.choice(calls)
         )
         before = everything_in(self.folder)
         began = time.monotonic()
-        code, said, trace = _called(call)
+        code, message, trace = _called(call)
         took = time.monotonic() - began
         after = everything_in(self.folder)
         written = [
@@ -100,8 +100,8 @@ class Campaign:
         if trace:
             wrong = trace
         elif code not in (0, *REFUSALS):
-            wrong = f"exit code {code}: {said}"
-        elif code in REFUSALS and not said.strip():
+            wrong = f"exit code {code}: {message}"
+        elif code in REFUSALS and not message.strip():
             wrong = "refused without a word"
         elif written:
             wrong = f"written: {written}"
@@ -143,8 +143,8 @@ def _header(checkpoint: Path, rng: random.Random) -> None:
     text, _ = read_header(checkpoint / RANK_FILE)
     content = json.loads(text)
     if rng.random() < 0.4:  # the spans are JSON within JSON
-        about = content["__metadata__"]
-        about["fsdpctl.spans"] = damaged_json(about["fsdpctl.spans"].encode(), rng).decode(
+        options = content["__metadata__"]
+        options["fsdpctl.spans"] = damaged_json(options["fsdpctl.spans"].encode(), rng).decode(
             "utf-8", "replace"
         )
         text = json.dumps(content).encode()
@@ -218,17 +218,17 @@ def main(seed: str, count: int) -> None:
     signal.signal(signal.SIGALRM, _too_long)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
-    found = 0
+    result = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}-cache"
         campaign = Campaign(Path(folder))
         for number in range(count):
             wrong = campaign.one(random.Random(f"{seed} {number}"))
             if wrong is not None:
-                found += 1
+                result += 1
                 print(json.dumps({"number": number, **wrong}), flush=True)
         shutil.rmtree(f"{folder}-cache", ignore_errors=True)
-    print(json.dumps({"calls": count, "wrong": found}))
+    print(json.dumps({"calls": count, "wrong": result}))
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def test_what_is_missing_and_left_out_stands_in_comments():
 def test_the_command_line_takes_precedence():
     typed = {"strategy": "no_shard", "train.global_batch_size": "7", "data.path": "chats.jsonl"}
     recipe = to_recipe(read_other_tool(FILES / "axolotl-full.yaml"), typed, 8)
-    words = dict(recipe.settings)
-    assert {key: words[key] for key in typed} == typed
-    assert not [key for key in words if key.startswith("strategy.")]
+    values = dict(recipe.settings)
+    assert {key: values[key] for key in typed} == typed
+    assert not [key for key in values if key.startswith("strategy.")]
     assert recipe.required == []
     text = recipe_text(recipe, "axolotl-full.yaml")
     for name, key in (("checkpoint.every", "saves_per_epoch"), ("train.eval_every", "evals_")):
@@ -64,9 +64,9 @@ def test_the_command_line_takes_precedence():
 
 def test_replicas_are_those_of_the_file(tmp_path):
     file = tmp_path / "file.yaml"
-    about = "{fsdp_version: 2, fsdp_reshard_after_forward: false}"
-    start = f"distributed_type: FSDP\nfsdp_config: {about}\nparallelism_config:\n"
-    for replicate, shard, words in (
+    options = "{fsdp_version: 2, fsdp_reshard_after_forward: false}"
+    start = f"distributed_type: FSDP\nfsdp_config: {options}\nparallelism_config:\n"
+    for replicate, shard, expected in (
         (2, 4, ("hybrid_shard_grad_op", "4")),
         (1, 8, ("shard_grad_op", None)),
         (8, 1, ("no_shard", None)),
@@ -74,8 +74,8 @@ def test_replicas_are_those_of_the_file(tmp_path):
         degrees = {"dp_replicate_size": replicate, "dp_shard_size": shard}
         lines = (f"  parallelism_config_{name}: {size}\n" for name, size in degrees.items())
         file.write_text(start + "".join(lines))
-        found = dict(to_recipe(read_other_tool(file), {}, 1).settings)
-        assert (found["strategy"], found.get("strategy.dp_shard_size")) == words
+        result = dict(to_recipe(read_other_tool(file), {}, 1).settings)
+        assert (result["strategy"], result.get("strategy.dp_shard_size")) == expected
     typed = {"launch.nproc_per_node": "3"}
     with pytest.raises(UsageError, match="8: does not divide the 3 ranks; set the number"):
         to_recipe(read_other_tool(file), typed, 1)

@@ -47,9 +47,9 @@ def written(name: str, content: dict[str, Any]) -> Path:
 
 def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
     files = [written("run.yaml", training), written("launch.yml", launch)]
-    found = [to_recipe(read_other_tool(*each), {}, 1) for each in (files, files[::-1])]
-    assert found[0] == found[1]  # in any order
-    return found[0]
+    results = [to_recipe(read_other_tool(*each), {}, 1) for each in (files, files[::-1])]
+    assert results[0] == results[1]  # in any order
+    return results[0]
 
 
 @pytest.mark.parametrize("tool", TRAININGS)
@@ -59,13 +59,13 @@ def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
     ({"compute_environment": "LOCAL_MACHINE"}, "no_shard", ("1", None)),
 ])  # fmt: skip
 def test_a_pair_has_the_training_of_one_file_and_ranks_of_the_other(tool, launch, strategy, ranks):
-    words = dict(pair(TRAININGS[tool], launch).settings)
+    args = dict(pair(TRAININGS[tool], launch).settings)
     alone = dict(to_recipe(read_other_tool(Path("run.yaml")), {}, 1).settings)
-    assert (words["launch.nproc_per_node"], words.get("launch.nnodes")) == ranks
+    assert (args["launch.nproc_per_node"], args.get("launch.nnodes")) == ranks
     count = int(ranks[0]) * int(ranks[1] or 1)
-    assert (words["strategy"], words["train.global_batch_size"]) == (strategy, str(8 * count))
+    assert (args["strategy"], args["train.global_batch_size"]) == (strategy, str(8 * count))
     changed = ("strategy", "launch", "train.global_batch_size", "precision")
-    assert {k: v for k, v in words.items() if not k.startswith(changed)} == {
+    assert {k: v for k, v in args.items() if not k.startswith(changed)} == {
         k: v for k, v in alone.items() if not k.startswith(changed)
     }
 
@@ -78,27 +78,27 @@ def test_a_pair_has_the_training_of_one_file_and_ranks_of_the_other(tool, launch
 ])  # fmt: skip
 @pytest.mark.parametrize("tool", TRAININGS)
 def test_what_the_training_file_decides_is_named(tool, launch, lines):
-    about = {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True},
+    options = {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True},
              "train_micro_batch_size_per_gpu": 3, "communication_data_type": "fp32",
              "gradient_accumulation_steps": "auto"}  # fmt: skip
-    written("zero.json", about)
+    written("zero.json", options)
     left_out = pair(TRAININGS[tool], launch).left_out
     for line in lines:
         assert any(each.startswith(f"{line}: ") for each in left_out)
 
 
-@pytest.mark.parametrize(("tool", "own", "strategy"), [
+@pytest.mark.parametrize(("tool", "keys", "strategy"), [
     ("trl", {"fsdp": "full_shard auto_wrap"}, "full_shard"),
     ("trl", {"fsdp": ["shard_grad_op", "auto_wrap"], "fsdp_config": {"version": 2}},
      "shard_grad_op"),
     ("axolotl", {"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 2}, "full_shard"),
     ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}}}, "shard_grad_op"),
 ])  # fmt: skip
-def test_sharding_of_the_training_file_takes_precedence(tool, own, strategy):
+def test_sharding_of_the_training_file_takes_precedence(tool, keys, strategy):
     launch = {**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}
-    recipe = pair({**TRAININGS[tool], **own}, launch)
-    words = dict(recipe.settings)
-    assert (words["strategy"], words["launch.nnodes"]) == (strategy, "2")
+    recipe = pair({**TRAININGS[tool], **keys}, launch)
+    values = dict(recipe.settings)
+    assert (values["strategy"], values["launch.nnodes"]) == (strategy, "2")
     assert "distributed_type=FSDP: run.yaml sets it" in recipe.left_out
     assert any(each.startswith("fsdp_config.fsdp_sharding_strategy") for each in recipe.left_out)
 
@@ -106,8 +106,10 @@ def test_sharding_of_the_training_file_takes_precedence(tool, own, strategy):
 @pytest.mark.parametrize(("value", "precision"), [("bf16", "bf16"), ("no", "fp32")])
 def test_the_precision_is_accelerates_if_the_training_file_has_none(value, precision):
     for training in TRAININGS.values():
-        words = dict(pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value}).settings)
-        assert words["precision"] == precision
+        values = dict(
+            pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value}).settings
+        )
+        assert values["precision"] == precision
 
 
 def test_errors_name_the_file_that_has_the_key():
@@ -126,19 +128,19 @@ def test_another_second_file_is_refused(second, message):
     written("run.yaml", AXOLOTL)
     if second is not None:
         written("launch.yml", second)
-    for words in (["convert", "run.yaml", "launch.yml"],
+    for args in (["convert", "run.yaml", "launch.yml"],
                   ["train", "--from", "run.yaml", "--from", "launch.yml"]):  # fmt: skip
-        code, said = invoke(*words)
-        assert (code, message in said) == (2, True)
+        code, out = invoke(*args)
+        assert (code, message in out) == (2, True)
 
 
 def test_convert_prints_what_it_leaves_out_beside_the_recipe():
     written("run.yaml", {**TRL, "dataloader_drop_last": True})
     written("launch.yml", FSDP)
-    _, said = invoke("convert", "run.yaml", "launch.yml", "--out", "recipe.yaml")
-    assert "left out: changes the training, without a counterpart: dataloader_drop_last" in said
-    assert "gradient_accumulation_steps=5: run.yaml sets it" in said
-    assert "not needed" not in said
+    _, out = invoke("convert", "run.yaml", "launch.yml", "--out", "recipe.yaml")
+    assert "left out: changes the training, without a counterpart: dataloader_drop_last" in out
+    assert "gradient_accumulation_steps=5: run.yaml sets it" in out
+    assert "not needed" not in out
     text = Path("recipe.yaml").read_text()
     assert text.startswith("# Converted from run.yaml and launch.yml (TRL)")
     files = ("--from", "run.yaml", "--from", "launch.yml", "--from", "a.yaml")
@@ -157,6 +159,6 @@ def test_pairs_of_estimates_are_a_file_and_accelerates_after_it(monkeypatch):
     assert group([run, launch, launch]) == [(run, launch), (launch,)]
     assert group([Path()]) == [(launch,), (other,), (run,)]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = import_config(read_other_tool(run, launch), ["model=gpt2"]).composed.config
-    assert (found.strategy.name, found.engine.name) == ("shard_grad_op", "fsdp2")
-    assert (found.num_ranks, found.train.global_batch_size) == (8, 64)
+    imported = import_config(read_other_tool(run, launch), ["model=gpt2"]).composed.config
+    assert (imported.strategy.name, imported.engine.name) == ("shard_grad_op", "fsdp2")
+    assert (imported.num_ranks, imported.train.global_batch_size) == (8, 64)

@@ -28,7 +28,7 @@ def read(name: str) -> Translation:
     return read_other_tool(FILES / name)
 
 
-def asked(source: str | Path, *typed: str) -> ImportedConfig:
+def import_file(source: str | Path, *typed: str) -> ImportedConfig:
     return import_config(read_other_tool(FILES / source), [H100, *typed])
 
 
@@ -41,18 +41,18 @@ PROGRAM = {
 
 def check_recipe(file: Path, *typed: str) -> None:
     """Check that the estimate of a file is that of its recipe, with what its program does."""
-    words = [H100, *typed]
-    given = dict(word.split("=", 1) for word in words)
-    known = dict(to_recipe(read_other_tool(file), given, 8).settings)
-    recipe = [(name, text) for name, text in known.items() if name not in given]
-    alone = asked(file, *typed, "engine.program=fsdpctl").composed.config
-    expected = compose_config(words, converted=recipe).config
+    args = [H100, *typed]
+    settings = dict(arg.split("=", 1) for arg in args)
+    known = dict(to_recipe(read_other_tool(file), settings, 8).settings)
+    recipe = [(name, text) for name, text in known.items() if name not in settings]
+    alone = import_file(file, *typed, "engine.program=fsdpctl").composed.config
+    expected = compose_config(args, converted=recipe).config
     assert (alone, unset_names(alone)) == (expected, unset_names(expected))
-    whole = asked(file, *typed)
+    whole = import_file(file, *typed)
     pairs = settings_of(whole.rows).items()
-    added = [f"{x}={text}" for x, text in pairs if x in PROGRAM - given.keys()]
+    added = [f"{x}={text}" for x, text in pairs if x in PROGRAM - settings.keys()]
     added = [each for each in added if each not in whole.overridden]
-    assert compose_config([*words, *added], converted=recipe).config == whole.composed.config
+    assert compose_config([*args, *added], converted=recipe).config == whole.composed.config
 
 
 def written(folder: Path, text: str, name: str = "file.yaml") -> Path:
@@ -65,46 +65,50 @@ AXOLOTL = "base_model: meta-llama/Llama-3.1-8B\nmicro_batch_size: 1\nfsdp: [full
 
 
 def test_all_keys_of_an_axolotl_file_are_recognized():
-    found = asked("axolotl-full.yaml")
-    config, batches = found.composed.config, found.composed.config.train
+    imported = import_file("axolotl-full.yaml")
+    config, batches = imported.composed.config, imported.composed.config.train
     assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("hf", 4096, 2)
     assert (config.accumulation.name, batches.global_batch_size) == ("last", 2 * 4 * 8)
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
     assert (config.precision.name, config.activation_checkpointing.name) == ("bf16", "full")
     assert (config.data.name, config.data.packing) == ("chat", None)
     assert (config.prefetch.name, batches.loss_chunk_tokens) == ("backward", 0)
-    assert (found.translation.unrecognized, found.translation.excluded) == ([], [])
-    assert {"learning_rate", "wandb_name", "datasets"} <= found.translation.source.no_memory_effect
+    assert (imported.translation.unrecognized, imported.translation.excluded) == ([], [])
+    assert {
+        "learning_rate",
+        "wandb_name",
+        "datasets",
+    } <= imported.translation.source.no_memory_effect
 
 
 def test_the_translation_lists_what_the_estimate_excludes():
-    found = asked("axolotl-qlora.yml")
-    config, lora = found.composed.config, found.composed.config.model.lora
+    imported = import_file("axolotl-qlora.yml")
+    config, lora = imported.composed.config, imported.composed.config.model.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (32, 16, 0.05, True)
     assert lora.targets == "[q_proj,v_proj]"
     assert (config.strategy.name, config.engine.name) == ("shard_grad_op", "fsdpctl")
-    assert found.engine_reason
+    assert imported.engine_reason
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
     assert (config.train.loss_chunk_tokens, config.model.base_dtype) == (None, "nf4")
     assert (config.optimizer.name, config.optimizer.state_dtype) == ("adamw", "int8")
     assert config.activation_checkpointing.offload
-    assert found.translation.excluded == []
-    notes = {row.key: row.note for row in found.rows}
+    assert imported.translation.excluded == []
+    notes = {row.key: row.note for row in imported.rows}
     assert "of the recomputed layer" in notes["liger_rms_norm"]
     assert config.strategy.offload == "all"
     assert "parameters" in notes["fsdp_config.offload_params"]
-    assert found.translation.unrecognized == ["a_key_of_tomorrow"]
+    assert imported.translation.unrecognized == ["a_key_of_tomorrow"]
 
 
 def test_an_accelerate_file_needs_a_model_on_the_command_line():
     with pytest.raises(UsageError, match="names no model"):
-        asked("accelerate-fsdp.yaml")
-    found = asked("accelerate-fsdp.yaml", "model=qwen3_4b", "train.micro_batch_size=2")
-    config = found.composed.config
+        import_file("accelerate-fsdp.yaml")
+    imported = import_file("accelerate-fsdp.yaml", "model=qwen3_4b", "train.micro_batch_size=2")
+    config = imported.composed.config
     assert (config.launch.nproc_per_node, config.launch.nnodes) == (8, 2)
     assert (config.model.name, config.strategy.name) == ("qwen3_4b", "hybrid_shard")
     assert (config.prefetch.name, config.activation_checkpointing.name) == ("both", "full")
-    assert (config.train.global_batch_size, found.translation.unrecognized) == (2 * 16, [])
+    assert (config.train.global_batch_size, imported.translation.unrecognized) == (2 * 16, [])
 
 
 def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
@@ -116,86 +120,91 @@ def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
     (tmp_path / "zero2.json").write_text(json.dumps(inner))
     text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
     file = written(tmp_path, f"{text}  deepspeed_config_file: zero2.json\n")
-    config = asked(file, "model=llama3_1b").composed.config
+    config = import_file(file, "model=llama3_1b").composed.config
     assert (config.strategy.name, config.precision.name) == ("shard_grad_op", "bf16")
     assert config.train.micro_batch_size == 4
     file = written(tmp_path, AXOLOTL + "deepspeed: zero2.json\n")
-    assert asked(file).composed.config.strategy.name == "shard_grad_op"
+    assert import_file(file).composed.config.strategy.name == "shard_grad_op"
     file = written(tmp_path, AXOLOTL + "deepspeed: zero7.json\n")
     with pytest.raises(UsageError, match="zero7.json: not found; add the ZeRO stage"):
-        asked(file)
-    assert asked(file, "strategy=zero1").composed.config.strategy.name == "shard_optimizer"
+        import_file(file)
+    assert import_file(file, "strategy=zero1").composed.config.strategy.name == "shard_optimizer"
 
 
 def test_the_command_line_overrides_the_file(tmp_path):
     typed = ["strategy=no_shard", "train.micro_batch_size=1", "model=llama3_1b", "precision=fp32"]
-    found = asked("axolotl-qlora.yml", *typed)
-    config = found.composed.config
+    imported = import_file("axolotl-qlora.yml", *typed)
+    config = imported.composed.config
     assert (config.model.name, config.strategy.name) == ("llama3_1b", "no_shard")
     assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 4 * 2 * 8)
     assert config.model.lora.rank == 32  # adapters go with any model
-    assert "strategy=shard_grad_op" in found.overridden
-    for word, size in (("train.global_batch_size=256", 256), ("accumulation.steps=3", 2 * 3 * 8)):
-        assert asked("axolotl-full.yaml", word).composed.config.train.global_batch_size == size
-    kept = asked("axolotl-full.yaml", "strategy=shard_grad_op").composed.config
-    assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
+    assert "strategy=shard_grad_op" in imported.overridden
+    for arg, size in (("train.global_batch_size=256", 256), ("accumulation.steps=3", 2 * 3 * 8)):
+        assert import_file("axolotl-full.yaml", arg).composed.config.train.global_batch_size == size
+    kept_config = import_file("axolotl-full.yaml", "strategy=shard_grad_op").composed.config
+    assert (kept_config.strategy.name, kept_config.engine.name) == ("shard_grad_op", "fsdp2")
     engines = {
         "strategy=shard_optimizer": ("fsdpctl", "transformers"),  # fully_shard has no such strategy
         "strategy=ddp": ("ddp", "transformers"), "engine=fsdpctl": ("fsdpctl", "fsdpctl"),
         "engine.program=fsdpctl": ("fsdpctl", "fsdpctl"),
     }  # fmt: skip
-    for word, expected in engines.items():
-        engine = asked("axolotl-full.yaml", word).composed.config.engine
+    for arg, expected in engines.items():
+        engine = import_file("axolotl-full.yaml", arg).composed.config.engine
         assert (engine.name, engine.program) == expected
     typed = ["optimizer=adamw"]
-    assert asked("axolotl-qlora.yml", *typed).composed.config.strategy.offload == "none"
-    found = import_config(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
-    assert found.composed.config.num_ranks == 4
-    assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
+    assert import_file("axolotl-qlora.yml", *typed).composed.config.strategy.offload == "none"
+    imported = import_config(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
+    assert imported.composed.config.num_ranks == 4
+    assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= imported.overridden
     with pytest.raises(UsageError, match=r"run\.yaml: has no data; set data\.path or model\.voc"):
-        asked(written(tmp_path, AXOLOTL, "run.yaml"), "model=llama_tiny")
+        import_file(written(tmp_path, AXOLOTL, "run.yaml"), "model=llama_tiny")
     with pytest.raises(UsageError, match=r"^train\.seq_length:"):  # not a mistake of the file
-        asked("axolotl-full.yaml", "train.seq_length=3")
+        import_file("axolotl-full.yaml", "train.seq_length=3")
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("load_in_4bit", "nf4"), ("load_in_8bit", "int8")])
 def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dtype):
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
     file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
-    for word, expected in (("model.lora.rank=4", dtype), ("model.base_dtype=auto", None)):
-        assert asked(file, "model=llama3_8b", word).composed.config.model.base_dtype == expected
+    for arg, expected in (("model.lora.rank=4", dtype), ("model.base_dtype=auto", None)):
+        assert (
+            import_file(file, "model=llama3_8b", arg).composed.config.model.base_dtype == expected
+        )
 
 
-@pytest.mark.parametrize(("word", "reason"), [
+@pytest.mark.parametrize(("arg", "reason"), [
     ("model.lora.rank=8", "model.lora.rank=8 requires it instead of fsdp2"),
     ("model.trainable=norm", "model.trainable=norm requires it instead of fsdp2"),
     ("train.context_parallel=2", "train.context_parallel=2 requires it instead of fsdp2"),
     ("optimizer.state_dtype=int8", "optimizer.state_dtype=int8 requires it instead of fsdp2"),
     ("strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
 ])  # fmt: skip
-def test_the_rules_decide_the_engine_of_a_file(word, reason):
-    found = asked("axolotl-full.yaml", word)
-    assert (found.composed.config.engine.name, reason in found.engine_reason) == ("fsdpctl", True)
-    assert "engine=fsdp2" in found.overridden
-    assert found.composed.recipe == "axolotl-full"  # which a refusal names
-    kept = asked("axolotl-full.yaml", word, "engine=fsdp2")
-    assert (kept.composed.config.engine.name, kept.engine_reason) == ("fsdp2", "")
+def test_the_rules_decide_the_engine_of_a_file(arg, reason):
+    imported = import_file("axolotl-full.yaml", arg)
+    assert (imported.composed.config.engine.name, reason in imported.engine_reason) == (
+        "fsdpctl",
+        True,
+    )
+    assert "engine=fsdp2" in imported.overridden
+    assert imported.composed.recipe == "axolotl-full"  # which a refusal names
+    typed_engine = import_file("axolotl-full.yaml", arg, "engine=fsdp2")
+    assert (typed_engine.composed.config.engine.name, typed_engine.engine_reason) == ("fsdp2", "")
 
 
-@pytest.mark.parametrize(("word", "cluster"), [
+@pytest.mark.parametrize(("arg", "cluster"), [
     ("launch.nnodes=1", "h100"), ("launch.device=cpu", "local"), ("cluster=a10", "a10"),
 ])  # fmt: skip
-def test_hardware_is_assumed_without_a_gpu(monkeypatch, word, cluster):
+def test_hardware_is_assumed_without_a_gpu(monkeypatch, arg, cluster):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = import_config(read("axolotl-full.yaml"), [word])
-    assert found.composed.config.cluster.name == cluster
-    assert any("assumed" in row.note for row in found.rows) == (cluster == "h100")
+    imported = import_config(read("axolotl-full.yaml"), [arg])
+    assert imported.composed.config.cluster.name == cluster
+    assert any("assumed" in row.note for row in imported.rows) == (cluster == "h100")
 
 
 def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
     folder = make_hugging_face(make_checkpoint(tmp_path / "step-00000001"), tmp_path / "hf")
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(folder)) + "sequence_len: 16\n"
-    assert asked(written(tmp_path, text)).composed.config.model.path == str(folder)
+    assert import_file(written(tmp_path, text)).composed.config.model.path == str(folder)
     snapshot = tmp_path / "hub" / "models--some--body" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text((folder / "config.json").read_text())
@@ -203,19 +212,19 @@ def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
     refs.mkdir()
     (refs / "main").write_text("a" * 40)
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/body") + "sequence_len: 16\n"
-    model = asked(written(tmp_path, text)).composed.config.model
+    model = import_file(written(tmp_path, text)).composed.config.model
     assert (model.path, model.init) == (str(snapshot), "auto")
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(tmp_path))
     with pytest.raises(UsageError, match=r"config\.json not found"):
-        asked(written(tmp_path, text))
+        import_file(written(tmp_path, text))
 
 
 def test_a_known_name_on_the_hub_stays_the_name_of_its_weights(tmp_path):
     text = "base_model: {}\nmicro_batch_size: 1\nsequence_len: 512\n"
-    model = asked(written(tmp_path, text.format("Qwen/Qwen3-4B"))).composed.config.model
+    model = import_file(written(tmp_path, text.format("Qwen/Qwen3-4B"))).composed.config.model
     assert (model.name, model.path, model.init) == ("hf", "Qwen/Qwen3-4B", "auto")
     with pytest.raises(UsageError, match="add model=llama3_8b, or model=hf"):
-        asked(written(tmp_path, text.format("unsloth/Meta-Llama-3.1-8B-bnb-4bit")))
+        import_file(written(tmp_path, text.format("unsloth/Meta-Llama-3.1-8B-bnb-4bit")))
 
 
 UNSHARDED = AXOLOTL.replace("fsdp: [full_shard]\n", "")
@@ -344,26 +353,26 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
      {"launch.nproc_per_node": 1, "launch.device": "cpu", "precision": "fp32"}),
 ])  # fmt: skip
 def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
-    words = ["strategy=ddp"] * ("_or_path" in base) + ["model=gpt2"] * ("base_model" not in base)
+    args = ["strategy=ddp"] * ("_or_path" in base) + ["model=gpt2"] * ("base_model" not in base)
     file = written(tmp_path, f"{base}{lines}\n")
-    found = asked(file, *words)
-    assert {key: found.composed.config.value(key) for key in expected} == expected
+    imported = import_file(file, *args)
+    assert {key: imported.composed.config.value(key) for key in expected} == expected
     if lines != "optimizer: muon" or base == UNSHARDED:  # others can't be trained
-        check_recipe(file, *words)
+        check_recipe(file, *args)
 
 
 def test_a_share_of_the_blocks_of_an_unknown_model_is_asked_for(tmp_path):
     base = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
     file = written(tmp_path, f"{base}{RECOMPUTES}_kwargs: {{every_n_layers: 2}}\n")
     with pytest.raises(UsageError, match="every_n_layers: 2: number of blocks unknown"):
-        asked(file, "model=llama_tiny", "model.vocab_size=64")
-    words = (
+        import_file(file, "model=llama_tiny", "model.vocab_size=64")
+    args = (
         "model.vocab_size=64",
         "activation_checkpointing=none",
         "activation_checkpointing.blocks=full:1",
     )
-    found = asked(file, "model=llama_tiny", *words)
-    assert found.composed.config.activation_checkpointing.blocks == "full:1"
+    imported = import_file(file, "model=llama_tiny", *args)
+    assert imported.composed.config.activation_checkpointing.blocks == "full:1"
 
 
 @pytest.mark.parametrize("name", [each.name for each in FILES.iterdir()])
@@ -383,9 +392,9 @@ def test_the_estimate_of_a_file_is_that_of_its_recipe_and_of_its_program(name):
 def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     trl = "use_peft: true\nmodel_name_or_path: x\nper_device_train_batch_size: 1\n"
     head = f"{AXOLOTL}adapter: lora\n" if tool == "axolotl" else trl
-    found = read_other_tool(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
-    assert found.settings.get("model.lora.targets") == targets
-    assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)
+    result = read_other_tool(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
+    assert result.settings.get("model.lora.targets") == targets
+    assert any(name == "model.lora.targets" for name, _ in result.missing) == (targets is None)
 
 
 @pytest.mark.parametrize(("lines", "part"), [
@@ -416,7 +425,7 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
 def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     file = written(tmp_path, f"{AXOLOTL}{lines}\n")
     with pytest.raises(UsageError) as caught:
-        asked(file)
+        import_file(file)
     assert part in str(caught.value)
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
@@ -444,7 +453,7 @@ def test_unsupported_files_are_rejected(tmp_path, name, text, part):
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError) as caught:
-        asked(file)
+        import_file(file)
     assert part in str(caught.value)
     assert str(caught.value).startswith(str(file))
 
@@ -452,7 +461,7 @@ def test_unsupported_files_are_rejected(tmp_path, name, text, part):
 def test_files_are_never_executed(tmp_path):
     mark = tmp_path / "mark"
     text = f"{AXOLOTL}foo: !!python/object/apply:os.system ['touch {mark}']\n"
-    asked(written(tmp_path, text))
+    import_file(written(tmp_path, text))
     assert not mark.exists()
 
 
@@ -486,6 +495,6 @@ def test_files_are_never_executed(tmp_path):
       for version, reentrant, keeps in ((1, "true", 1), (1, "false", 0), (2, "true", 0))),
 ])  # fmt: skip
 def test_what_estimates_leave_out(tmp_path, lines, left_out):
-    found = asked(written(tmp_path, f"{AXOLOTL}{lines}\n"))
-    assert {row.key for row in found.translation.excluded} == left_out
-    assert found.translation.unrecognized == []
+    imported = import_file(written(tmp_path, f"{AXOLOTL}{lines}\n"))
+    assert {row.key for row in imported.translation.excluded} == left_out
+    assert imported.translation.unrecognized == []

@@ -139,10 +139,10 @@ def test_a_key_that_changes_the_training_is_followed_or_named(tool, key, value):
     assert is_followed or any(key in each for each in lines)
 
 
-def rates(words: dict[str, str], steps: int) -> list[float]:
+def rates(args: dict[str, str], steps: int) -> list[float]:
     """Return the learning rates of a recipe over its peak."""
-    values: dict[str, Any] = {"warmup_steps": None, "name": words["lr_scheduler"]}
-    for name, text in words.items():
+    values: dict[str, Any] = {"warmup_steps": None, "name": args["lr_scheduler"]}
+    for name, text in args.items():
         if name.startswith("lr_scheduler."):
             values[name.partition(".")[2]] = KEYS[name].parse(text)
     return [lr_factor(LrSchedulerConfig(**values), step, steps) for step in range(steps)]
@@ -165,19 +165,19 @@ def test_rates_are_those_of_transformers_in_each_step(tool, name, more, warmup):
     key = "warmup_ratio" if 0 < warmup < 1 else "warmup_steps"
     # Of 4.5: axolotl rounds down, transformers up.
     count = {"axolotl": 4, "TRL": 5}[tool] if key == "warmup_ratio" else int(warmup)
-    given = {kind: name, "lr_scheduler_kwargs": more or None, key: warmup, "max_steps": steps}
-    found = rates(settings(tool, learning_rate=1e-3, **given), steps)
+    options = {kind: name, "lr_scheduler_kwargs": more or None, key: warmup, "max_steps": steps}
+    result = rates(settings(tool, learning_rate=1e-3, **options), steps)
     expected = rates_of_transformers(name, count, steps, more, lr=1e-3)
-    assert found == pytest.approx([each / 1e-3 for each in expected], abs=1e-9)
+    assert result == pytest.approx([each / 1e-3 for each in expected], abs=1e-9)
 
 
 @pytest.mark.parametrize(("steps", "count"), [(30, 0), (60, 1), (2000, 60), (9000, 100)])
 def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
-    words = settings("axolotl")
-    assert (words["lr_scheduler.warmup_ratio"], words["lr_scheduler.warmup_steps"]) == (
+    values = settings("axolotl")
+    assert (values["lr_scheduler.warmup_ratio"], values["lr_scheduler.warmup_steps"]) == (
         "0.03", "100",
     )  # fmt: skip
-    assert rates(words, steps).index(1.0) == count
+    assert rates(values, steps).index(1.0) == count
     known = settings("axolotl", max_steps=steps)["lr_scheduler.warmup_steps"]
     assert int(known) == (2 if count == 1 else count)  # as axolotl, which makes one step two
 
@@ -246,10 +246,10 @@ def test_the_tokens_that_trl_trains_on_depend_on_its_rows(changes, rows, train_o
 
 def test_held_out_files_are_validated_on():
     Path("held.jsonl").write_text("{}\n")
-    words = settings("axolotl", test_datasets=[{"path": "held.jsonl", "type": "chat_template"}])
-    assert (words["data.val_path"], settings("TRL")["data.val_fraction"]) == ("held.jsonl", "0")
-    words = settings("TRL", dataset_name="a/b", dataset_config="c", eval_strategy="steps")
-    assert words["data.val_path"] == "hf://a/b:c/test"
+    values = settings("axolotl", test_datasets=[{"path": "held.jsonl", "type": "chat_template"}])
+    assert (values["data.val_path"], settings("TRL")["data.val_fraction"]) == ("held.jsonl", "0")
+    values = settings("TRL", dataset_name="a/b", dataset_config="c", eval_strategy="steps")
+    assert values["data.val_path"] == "hf://a/b:c/test"
     part = {**TRL, "dataset_name": "a/b", "eval_strategy": "epoch", "dataset_test_split": "x[:9]"}
     recipe = converted("TRL", part)
     assert dict(recipe.settings)["data.val_fraction"] == "0"
@@ -313,8 +313,8 @@ def test_held_out_files_are_validated_on():
     ("axolotl", {"save_strategy": "epoch", "save_steps": 7}, {"checkpoint.every": "7"}),
 ])  # fmt: skip
 def test_values_are_read_in_every_form_that_the_tool_reads(tool, changes, expected):
-    words = settings(tool, **changes)
-    assert {key: words.get(key) for key in expected} == expected
+    values = settings(tool, **changes)
+    assert {key: values.get(key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(("tool", "changes", "name", "why"), [
@@ -424,9 +424,9 @@ def test_rows_with_text_are_read_as_the_tool_reads_them(tool, kind):
     row, option = _ROWS[kind]
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     entry = {"datasets": [_COLUMN]} if tool == "axolotl" else {}
-    words = settings(tool, **entry)
-    assert (words["data"], words["data.path"]) == (option, "rows.jsonl")
-    assert ("data.train_on" in words) == (option == "chat")
+    values = settings(tool, **entry)
+    assert (values["data"], values["data.path"]) == (option, "rows.jsonl")
+    assert ("data.train_on" in values) == (option == "chat")
 
 
 @pytest.mark.parametrize("row", [
@@ -439,12 +439,12 @@ def test_conversations_of_trl_take_precedence_over_text(row):
     assert settings("axolotl", datasets=[_COLUMN])["data"] == "text"  # axolotl reads the column
 
 
-@pytest.mark.parametrize("place", ["file", "data set"])
-def test_a_chat_template_in_a_file_is_kept(place):
+@pytest.mark.parametrize("key", ["file", "data set"])
+def test_a_chat_template_in_a_file_is_kept(key):
     Path("a.jinja").write_text("{{ messages }}")
-    about = {"chat_template": "jinja", "chat_template_jinja": "a.jinja"}
+    options = {"chat_template": "jinja", "chat_template_jinja": "a.jinja"}
     entry = {"path": "rows.jsonl", "type": "chat_template"}
-    changes = about if place == "file" else {"datasets": [entry | about]}
+    changes = options if key == "file" else {"datasets": [entry | options]}
     assert settings("axolotl", **changes)["data.template"] == "a.jinja"
     assert settings("TRL", chat_template_path="a.jinja")["data.template"] == "a.jinja"
     Path("folder").mkdir()
@@ -452,8 +452,8 @@ def test_a_chat_template_in_a_file_is_kept(place):
     recipe = converted("TRL", {**TRL, "chat_template_path": "folder"})
     assert dict(recipe.settings)["data.template"] == "folder/chat_template.jinja"
     assert any("fsdpctl adds no tokens of that tokenizer" in line for line in recipe.left_out)
-    about["chat_template_jinja"] = "{% for each in messages %}"
-    missing = dict(converted("axolotl", {**AXOLOTL, **about}).missing)
+    options["chat_template_jinja"] = "{% for each in messages %}"
+    missing = dict(converted("axolotl", {**AXOLOTL, **options}).missing)
     assert missing["data.template"].startswith("chat_template_jinja: {% for each")
     missing = dict(converted("TRL", {**TRL, "chat_template_path": "org/model"}).missing)
     assert missing["data.template"].startswith("chat_template_path: org/model: no Jinja file")

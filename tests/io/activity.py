@@ -12,10 +12,10 @@ def shown_activities() -> Iterator[list[activity._Activity]]:
     """Collect the activities that begin in the block."""
     seen: list[activity._Activity] = []
 
-    def made(*about: object) -> activity._Activity:
-        seen.append(real(*about))  # type: ignore[arg-type]  # as `doing` calls it
+    def recorded_activity(*options: object) -> activity._Activity:
+        seen.append(real(*options))  # type: ignore[arg-type]  # as `doing` calls it
         return seen[-1]
 
     real = activity._Activity
-    with mock.patch.object(activity, "_Activity", made):
+    with mock.patch.object(activity, "_Activity", recorded_activity):
         yield seen

@@ -19,9 +19,9 @@ def display(monkeypatch) -> Iterator[Display]:
     monkeypatch.setattr(activity, "_LOG_DELAY", 0.05)
     monkeypatch.setattr(activity, "_TERMINAL_DELAY", 0.05)
     monkeypatch.setattr(activity, "_REDRAW_INTERVAL", 0.01)
-    found = Display()
-    yield found
-    found.stop()
+    result = Display()
+    yield result
+    result.stop()
 
 
 def wait_for(text: str, stream: io.StringIO) -> None:
@@ -65,15 +65,15 @@ def test_nothing_is_shown_after_the_start_or_if_quiet(display, monkeypatch):
     wait_for("starting", log)
     display.end_startup()
     time.sleep(0.1)
-    kept = log.getvalue()
+    text = log.getvalue()
     time.sleep(0.3)
-    assert log.getvalue() == kept
+    assert log.getvalue() == text
     monkeypatch.setenv("FSDPCTL_QUIET", "1")
     silent = Display()
     with silent.doing("working"):
         silent.start(log, "starting")
         time.sleep(0.3)
-    assert log.getvalue() == kept
+    assert log.getvalue() == text
 
 
 def test_a_terminal_gets_one_line_that_output_replaces(display):

@@ -61,8 +61,8 @@ HOSTS = {
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_run_gets_the_ranks_and_threads_that_its_cores_allow(host, name):
-    about, picks = HOSTS[name]
-    host(*about)
+    options, picks = HOSTS[name]
+    host(*options)
     config = compose_config(["launch.device=cpu"]).config
     placed = assign_ranks(config, LaunchRole(config.launch))
     ranks = placed.launch.nproc_per_node or 0
@@ -72,20 +72,22 @@ def test_a_run_gets_the_ranks_and_threads_that_its_cores_allow(host, name):
     assert notes_on_cores(placed) == ()
 
 
-@pytest.mark.parametrize(("text", "ranks", "said"), [
+@pytest.mark.parametrize(("text", "ranks", "error"), [
     ("1", 2, None), ("2,4", 2, None), ("64", 2, "2 ranks x 64 threads on 4 cores wait"),
     ("1", 5, "5 ranks x 1 thread on 4 cores wait"), ("", 2, UsageError), ("0", 2, UsageError),
     ("two", 2, UsageError), ("1e3", 2, UsageError), ("99999", 2, UsageError),
 ])  # fmt: skip
-def test_more_threads_than_cores_are_told_and_no_number_is_refused(host, text, ranks, said):
+def test_more_threads_than_cores_are_told_and_no_number_is_refused(host, text, ranks, error):
     host(range(4), OMP_NUM_THREADS=text)
     config = compose_config(["launch.device=cpu", f"launch.nproc_per_node={ranks}"]).config
     placed = assign_ranks(config, LaunchRole(config.launch))
-    if said is UsageError:
+    if error is UsageError:
         with pytest.raises(UsageError, match=f"OMP_NUM_THREADS={text}: expected a number"):
             notes_on_cores(placed)
     else:
-        assert [each.split(" for one")[0] for each in notes_on_cores(placed)] == [said] * bool(said)
+        assert [each.split(" for one")[0] for each in notes_on_cores(placed)] == [error] * bool(
+            error
+        )
 
 
 @pytest.mark.parametrize(("allowed", "environ", "rank_1"), [
@@ -108,9 +110,9 @@ def test_ranks_share_the_cores_unless_their_launcher_has_divided_them(
 def test_few_open_files_are_raised_or_refused_before_a_run_is_opened(
     monkeypatch, ranks, limits, after
 ):
-    kept = [limits]
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: kept[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, values: kept.append(values))
+    limit = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limit[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, values: limit.append(values))
     launch = LaunchConfig(device="cpu", nproc_per_node=ranks)
     config = compose_config([]).config
     if after is None:
@@ -118,4 +120,4 @@ def test_few_open_files_are_raised_or_refused_before_a_run_is_opened(
             assign_ranks(config, LaunchRole(launch))
     else:
         assign_ranks(config, LaunchRole(launch))
-        assert kept[-1] == (after, limits[1])
+        assert limit[-1] == (after, limits[1])

@@ -22,15 +22,15 @@ def nested(levels: int) -> str:
     return "[" * levels + "]" * levels
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "error"), [
     (nested(100_000), "deeper than 64"), (nested(MAX_DEPTH + 1), "deeper than 64"),
     ('{"a": ' * 70 + "1" + "}" * 70, "deeper than 64"), ('{"a": 1, "a": 1}', "a appears twice"),
     ('{"b": {"a": 1, "a": 2}}', "a appears twice"), ("NaN", "not a number"),
     ("[-Infinity]", "not a number"), ("1e999", "number too large"), ("9" * 5000, "not JSON"),
     ("{", "not JSON"), (b"\xff", "not JSON"), ("\ud800", "Invalid|not JSON"),
 ])  # fmt: skip
-def test_malformed_json_is_rejected(text, said):
-    with pytest.raises(CheckpointError, match=said) as caught:
+def test_malformed_json_is_rejected(text, error):
+    with pytest.raises(CheckpointError, match=error) as caught:
         parse_json(text, dict, "where.json", CheckpointError)
     assert str(caught.value).startswith("where.json: ")
 
@@ -62,17 +62,17 @@ def test_large_and_undecodable_files_are_rejected(tmp_path):
         read_json(file, dict)
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "error"), [
     ("a: 1\nb: 2\na: 3\n", "a appears twice"), ("a: {b: 1, b: 2}\n", "b appears twice"),
     ("a: &a x\nb: *a\n", "line 2: aliases are not supported"),
     ("a: " + nested(3000), "nested too deeply"),
     ("a: [\n  1", "not YAML: line 2, column 4: expected"),
     ("a: \x01", r"special characters are not allowed at position 3"),
 ])  # fmt: skip
-def test_malformed_yaml_is_rejected(tmp_path, text, said):
+def test_malformed_yaml_is_rejected(tmp_path, text, error):
     file = tmp_path / "x.yaml"
     file.write_text(text)
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=error) as caught:
         read_yaml(file)
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
@@ -80,5 +80,5 @@ def test_malformed_yaml_is_rejected(tmp_path, text, said):
 
 def test_scalars_of_yaml_are_text(tmp_path):
     (tmp_path / "x.yaml").write_text("a: 1e3\nb: true\nc: ${oc.env:HOME}\nd: !!python/name:os.x 1")
-    found = read_yaml(tmp_path / "x.yaml")
-    assert found == {"a": "1e3", "b": "true", "c": "${oc.env:HOME}", "d": "1"}
+    result = read_yaml(tmp_path / "x.yaml")
+    assert result == {"a": "1e3", "b": "true", "c": "${oc.env:HOME}", "d": "1"}

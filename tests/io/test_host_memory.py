@@ -25,10 +25,10 @@ def _large_machine(monkeypatch):
     ("4:cpu:/a", {"memory/a/memory.limit_in_bytes": 5 * GIB}, 64), (None, {}, 64),
 ])  # fmt: skip
 def test_the_least_limit_counts(line, files, gib, tmp_path):
-    root, own = tmp_path / "cgroup", tmp_path / "own"
+    root, own_cgroup = tmp_path / "cgroup", tmp_path / "own"
     if line is not None:
-        own.write_text(f"{line}\n")
+        own_cgroup.write_text(f"{line}\n")
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
-    assert host_memory(root, own) == gib * GIB
+    assert host_memory(root, own_cgroup) == gib * GIB

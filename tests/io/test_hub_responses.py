@@ -30,25 +30,25 @@ OTHER, OUT = "http://localhost:9/x", "../../../evil"  # not 127.0.0.1; not below
 def hub(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
-    with serving(Hub({"o/m": MODEL}, {"o/d": DATA}), tmp_path / "in", monkeypatch) as found:
+    with serving(Hub({"o/m": MODEL}, {"o/d": DATA}), tmp_path / "in", monkeypatch) as result:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield found
+        yield result
 
 
 def refusals():
     """Return the messages about a model and about data; nothing may be written elsewhere."""
-    found = []
+    results = []
     for path, find in FINDERS.items():
         with pytest.raises(UsageError) as caught:
             find(path)
-        found.append(str(caught.value))
+        results.append(str(caught.value))
     assert {*os.listdir("..")} == {"in"}
     assert {*os.listdir()} <= {"hub"}
-    assert not re.search("\n|OFFLINE|reached", "".join(found))
-    return found
+    assert not re.search("\n|OFFLINE|reached", "".join(results))
+    return results
 
 
-@pytest.mark.parametrize(("request_", "name", "value", "words"), [
+@pytest.mark.parametrize(("request_", "name", "value", "args"), [
     ("GET .*/revision/", "sha", OUT, r"Expected `str` matching .* at `\$.sha`"),
     ("GET .*/revision/", "sha", None, r"got `null` - at `\$.sha`"),
     ("GET .*/revision/", "sha", SHA[1:], "Expected `str` matching"),
@@ -65,18 +65,18 @@ def refusals():
     ("HEAD", "X-Linked-Etag", "..", "has the ETag '..'; expected"),
     ("HEAD", "X-Xet-Refresh-Route", OTHER, "refers to another host, localhost"),
 ])  # fmt: skip
-def test_what_a_server_names_is_checked_before_it_is_used(hub, request_, name, value, words):
+def test_what_a_server_names_is_checked_before_it_is_used(hub, request_, name, value, args):
     def change(what, headers, body):
         if re.match(request_, what) and name.islower():
-            found = json.loads(body)
-            (found[0] if isinstance(found, list) else found)[name] = value
-            return json.dumps(found).encode()
+            content = json.loads(body)
+            (content[0] if isinstance(content, list) else content)[name] = value
+            return json.dumps(content).encode()
         headers.update({name: value} if re.match(request_, what) else {})
         return body
 
     hub.change = change
     for text in refusals():
-        assert re.search(rf": 127\.0\.0\.1:\d+ .*{words}", text), text
+        assert re.search(rf": 127\.0\.0\.1:\d+ .*{args}", text), text
 
 
 @pytest.mark.parametrize("content", [b"null", b'"x"', b"[[]]", b"{}", b"<html>"])
@@ -139,7 +139,7 @@ def test_an_honest_server_may_compress_pages_and_redirect_within_the_hub(hub):
     assert not [each for each in hub.requests if "/cdn/" in each and TOKEN in each]
 
 
-@pytest.mark.parametrize(("file", "content", "words"), [
+@pytest.mark.parametrize(("file", "content", "args"), [
     ("refs/main", OUT, "refs/main: not a commit"),
     ("refs/main", "..", "refs/main: not a commit"),
     ("refs/main", "\udcff", "refs/main: not UTF-8"),
@@ -152,19 +152,19 @@ def test_an_honest_server_may_compress_pages_and_redirect_within_the_hub(hub):
     (f"snapshots/{SHA}", None, "links to .*, outside its repository"),
     (f"snapshots/{SHA}/a.jsonl", None, "a.jsonl links to .*, outside the directory"),
 ])  # fmt: skip
-def test_a_cache_leads_nowhere_else(hub, file, content, words):
+def test_a_cache_leads_nowhere_else(hub, file, content, args):
     folders = "models--o--m", "datasets--o--d"
     for folder, (path, find) in zip(folders, FINDERS.items(), strict=True):
         find(path)
-        place = Path("hub", folder, file)
-        if find is local_model and not place.exists():
+        cache_path = Path("hub", folder, file)
+        if find is local_model and not cache_path.exists():
             continue  # a file of the data
-        place.rename(f"hub/{folder}-away")  # where another repository may be
+        cache_path.rename(f"hub/{folder}-away")  # where another repository may be
         if content is None:
-            place.symlink_to(Path("hub", f"{folder}-away").absolute())
+            cache_path.symlink_to(Path("hub", f"{folder}-away").absolute())
         else:
-            place.write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(UsageError, match=words):
+            cache_path.write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(UsageError, match=args):
             find(path)
 
 

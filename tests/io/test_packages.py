@@ -28,18 +28,18 @@ def plant(folder: Path, module: str, source: str, version: str = "") -> None:
     (folder / f"{module}.py").write_text(source)
     sys.modules.pop(module, None)
     if version:
-        about = folder / f"{module}-{version}.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(f"Name: {module}\nVersion: {version}\n")
+        options = folder / f"{module}-{version}.dist-info"
+        options.mkdir()
+        (options / "METADATA").write_text(f"Name: {module}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize("module, said", [
+@pytest.mark.parametrize("module, error", [
     ("gguf", "gguf>=0.17 not installed; run `pip install 'fsdpctl[gguf]'`"),
     ("hydra", "hydra-core>=1.3.2 not installed; run `pip install 'hydra-core>=1.3.2'`"),
     ("sentencepiece_", "sentencepiece_ not installed; run `pip install 'sentencepiece_'`"),
 ])  # fmt: skip
-def test_a_missing_package_names_its_versions_and_the_line_that_installs_it(fakes, module, said):
-    assert install_hint(module) == said
+def test_a_missing_package_names_its_versions_and_the_line_that_installs_it(fakes, module, error):
+    assert install_hint(module) == error
 
 
 @pytest.mark.parametrize("source, reason", [
@@ -67,13 +67,13 @@ def test_a_store_whose_driver_fails_names_the_driver(fakes, monkeypatch, url, dr
 def test_any_command_reports_a_package_that_it_cannot_import(tmp_path, module):
     plant(tmp_path, module, f"raise ModuleNotFoundError('broken', name='{module}')")
     (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
-    about = environment()
-    about["PYTHONPATH"] = os.pathsep.join([str(tmp_path), about["PYTHONPATH"]])
-    words = ["estimate-memory", "model=hf", f"model.path={tmp_path}"]
+    options = environment()
+    options["PYTHONPATH"] = os.pathsep.join([str(tmp_path), options["PYTHONPATH"]])
+    args = ["estimate-memory", "model=hf", f"model.path={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-m", "fsdpctl", *words], env=about, capture_output=True, text=True
+        [sys.executable, "-m", "fsdpctl", *args], env=options, capture_output=True, text=True
     )
-    said = done.stderr.splitlines()[-1]
+    out = done.stderr.splitlines()[-1]
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert said.startswith(f"fsdpctl: {module}"), said
-    assert "run `pip install" in said
+    assert out.startswith(f"fsdpctl: {module}"), out
+    assert "run `pip install" in out

@@ -44,7 +44,7 @@ def test_a_path_that_exists_is_one_of_this_machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", ["s3://me:S3CR3T@bucket/x", "s3://S3CR3T@bucket/x",
                                  "gs://bucket/x?X-Goog-Signature=S3CR3T"])  # fmt: skip
 def test_the_refusal_of_a_secret_quotes_nothing(url):
-    for where in ("", f"--resume {url}", f"data.path={url}"):
+    for setting in ("", f"--resume {url}", f"data.path={url}"):
         with pytest.raises(UsageError) as caught:
-            is_remote(url, where)
+            is_remote(url, setting)
         assert "S3CR3T" not in str(caught.value)

@@ -30,18 +30,18 @@ class Hosts:
         _ip("link", "set", self._links[host], "up" if is_in else "down")
 
     def start(
-        self, host: int, *words: str, cwd: Path, env: Mapping[str, str] | None = None
+        self, host: int, *args: str, cwd: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """`fsdpctl` with these words on a host; what it says goes to one pipe."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "fsdpctl", *words],
+            ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "fsdpctl", *args],
             cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=env or environment(),
         )  # fmt: skip
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=20)
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def hosts(count: int) -> Iterator[Hosts]:
     finally:
         # Links go at once; those of a namespace that is deleted go some time later.
         for host in range(count):
-            words = ["ip", "link", "del", f"fsv{tag}-{host}"]
-            subprocess.run(words, capture_output=True, check=False)
+            args = ["ip", "link", "del", f"fsv{tag}-{host}"]
+            subprocess.run(args, capture_output=True, check=False)
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)

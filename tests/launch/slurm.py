@@ -36,19 +36,19 @@ class Slurm:
     def __init__(self, root: Path) -> None:
         self._env = {**environment(), "SLURM_CONF": str(root / "slurm.conf")}
 
-    def start(self, *words: str, cwd: Path) -> "subprocess.Popen[str]":
+    def start(self, *args: str, cwd: Path) -> "subprocess.Popen[str]":
         """One of its commands; what it says goes to one pipe."""
         return subprocess.Popen(
-            words, cwd=cwd, env=self._env, text=True,
+            args, cwd=cwd, env=self._env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def run(self, *words: str, cwd: Path) -> str:
+    def run(self, *args: str, cwd: Path) -> str:
         """The same to its end, which must be a good one."""
-        started = self.start(*words, cwd=cwd)
-        said, _ = started.communicate(timeout=60)
-        assert started.returncode == 0, said
-        return said.strip()
+        started = self.start(*args, cwd=cwd)
+        out, _ = started.communicate(timeout=60)
+        assert started.returncode == 0, out
+        return out.strip()
 
 
 @contextmanager
@@ -74,8 +74,8 @@ def slurm(root: Path) -> Iterator[Slurm]:
         ["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"],
     ]  # fmt: skip
     try:
-        for words in begin:
-            subprocess.run(words, env=env, check=True, capture_output=True, timeout=30)
+        for args in begin:
+            subprocess.run(args, env=env, check=True, capture_output=True, timeout=30)
         _wait_for_nodes(env)
         yield Slurm(root)
     finally:
@@ -86,9 +86,9 @@ def slurm(root: Path) -> Iterator[Slurm]:
 def _wait_for_nodes(env: dict[str, str]) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        words = ["sinfo", "--noheader", "--format=%T %D"]
-        said = subprocess.run(words, env=env, capture_output=True, text=True, check=False).stdout
-        if said.split() == ["idle", "2"]:
+        args = ["sinfo", "--noheader", "--format=%T %D"]
+        out = subprocess.run(args, env=env, capture_output=True, text=True, check=False).stdout
+        if out.split() == ["idle", "2"]:
             return
         time.sleep(0.3)
     raise AssertionError("Slurm's nodes did not come up")

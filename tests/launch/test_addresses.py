@@ -24,15 +24,15 @@ def test_a_store_listens_on_its_address_alone():
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port
     }
     assert listening == {LOOPBACK}
-    own = next((
+    address = next((
         each.address
         for addresses in psutil.net_if_addrs().values()
         for each in addresses
         if each.family == socket.AF_INET and each.address != LOOPBACK
     ), None)  # fmt: skip
-    if own is not None:
+    if address is not None:
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection((own, port), timeout=1)
+            socket.create_connection((address, port), timeout=1)
     del store
 
 
@@ -46,19 +46,21 @@ def _greet(server: socket.socket) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["silent", "talking", "closed"])
 def test_a_wrong_endpoint_is_an_error_of_one_line(kind, tmp_path):
-    said = {"closed": "node 0 not reachable within 2 s (launch.timeout): Connection refused; start"}
+    message = {
+        "closed": "node 0 not reachable within 2 s (launch.timeout): Connection refused; start"
+    }
     with socket.create_server((LOOPBACK, 0)) as server:
-        where = f"{LOOPBACK}:{server.getsockname()[1]}"
+        endpoint = f"{LOOPBACK}:{server.getsockname()[1]}"
         if kind == "closed":
             server.close()
         elif kind == "talking":
             threading.Thread(target=_greet, args=(server,), daemon=True).start()
         node = ["launch.nnodes=2", "launch.node_rank=1", "launch.timeout=2", "launch.device=cpu"]
-        found = fsdpctl("train", "-q", *node, f"launch.rdzv_endpoint={where}", cwd=tmp_path)
-    assert found.returncode == 2
-    expected = said.get(kind, "another program listens there")
-    assert found.stderr.startswith(f"fsdpctl: {where}: {expected}")
-    assert len(found.stderr.splitlines()) == 1
+        result = fsdpctl("train", "-q", *node, f"launch.rdzv_endpoint={endpoint}", cwd=tmp_path)
+    assert result.returncode == 2
+    expected = message.get(kind, "another program listens there")
+    assert result.stderr.startswith(f"fsdpctl: {endpoint}: {expected}")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_node_0_may_start_later():
@@ -74,14 +76,14 @@ def test_node_0_may_start_later():
 
 def test_nothing_of_the_package_unpickles():
     """Neither messages nor files are unpickled."""
-    words = ("pickle", "all_gather_object", "broadcast_object", "torch.load(", "eval(", "exec(")
-    found = [
-        (module, word)
+    forbidden = ("pickle", "all_gather_object", "broadcast_object", "torch.load(", "eval(", "exec(")
+    results = [
+        (module, arg)
         for module, source in package_sources().items()
-        for word in words
-        if word in re.sub(r"unpickle|\.eval\(|refuse_pickl|allow_pickle=False", "", source)
+        for arg in forbidden
+        if arg in re.sub(r"unpickle|\.eval\(|refuse_pickl|allow_pickle=False", "", source)
     ]
-    assert found == []
+    assert results == []
 
 
 @pytest.mark.parametrize("error", [OSError(98, "Address already in use"), RuntimeError("of torch")])

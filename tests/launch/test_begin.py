@@ -16,6 +16,6 @@ from fsdpctl.run.directory import RunDirState, StartKind
 ])  # fmt: skip
 def test_a_finished_run_names_the_key_that_makes_it_longer(length, key):
     config = stored_config(compose_config(length).config)
-    said: list[str] = []
-    assert report_if_finished(RunDirState(config, StartKind.FINISHED, 12), said.append)
-    assert said[1].startswith(f"set a larger {key} to continue")
+    messages: list[str] = []
+    assert report_if_finished(RunDirState(config, StartKind.FINISHED, 12), messages.append)
+    assert messages[1].startswith(f"set a larger {key} to continue")

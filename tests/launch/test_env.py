@@ -45,21 +45,21 @@ def test_torchrun_starts_ranks(tmp_path, nodes):
             _torchrun(tmp_path, [*options, f"--node-rank={node}"], "train.steps=30")
             for node in range(nodes)
         ]
-        said = "".join(each.communicate(timeout=_SECONDS)[0] for each in started)
-        assert [each.returncode for each in started] == [0] * nodes, said
-        assert ("finished at step 30; nothing to do" in said) == is_again
+        out = "".join(each.communicate(timeout=_SECONDS)[0] for each in started)
+        assert [each.returncode for each in started] == [0] * nodes, out
+        assert ("finished at step 30; nothing to do" in out) == is_again
         if not is_again:
-            found = figures(tmp_path / "run")
-            assert said.count("validation loss") == len([1 for *_, val in found if val])
-            assert found == alone(tmp_path, 2, "train.steps=30")
+            result = figures(tmp_path / "run")
+            assert out.count("validation loss") == len([1 for *_, val in result if val])
+            assert result == alone(tmp_path, 2, "train.steps=30")
 
 
 def test_an_invalid_setting_ends_all_ranks(tmp_path):
     started = _torchrun(tmp_path, ["--nproc-per-node=2"], "strategy.owner_map=balanced")
-    said, _ = started.communicate(timeout=_SECONDS)
+    out, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 1  # torchrun's own
-    assert "fsdpctl: strategy.owner_map=balanced: only" in said
-    assert "fsdpctl: rank 0: strategy.owner_map=balanced: only" in said
+    assert "fsdpctl: strategy.owner_map=balanced: only" in out
+    assert "fsdpctl: rank 0: strategy.owner_map=balanced: only" in out
 
 
 def _fault(folder: Path, rank: int, kind: str) -> dict[str, str]:
@@ -67,9 +67,9 @@ def _fault(folder: Path, rank: int, kind: str) -> dict[str, str]:
     return planted(folder, {"rank": rank, "call": 4, "kind": kind, "mark": str(folder / "hangs")})
 
 
-def _check_report(said: str, rank: int, waits: str) -> None:
+def _check_report(error: str, rank: int, waits: str) -> None:
     """The rank is named once, where it hangs, and who waits for it in which collective."""
-    (line,) = (line for line in said.splitlines() if "no progress" in line)
+    (line,) = (line for line in error.splitlines() if "no progress" in line)
     assert re.search(rf"hang_timeout=10 s: rank {rank} on \S+: (step \d|last seen)", line), line
     assert re.search(rf"; {waits} in [\w -]+ over (gloo|shared memory), step \d+$", line), line
 
@@ -79,9 +79,9 @@ def _check_report(said: str, rank: int, waits: str) -> None:
 )
 def test_a_hang_is_named_under_torchrun(tmp_path, rank, kind):
     started = _torchrun(tmp_path, ["--nproc-per-node=2"], *_HANGS, env=_fault(tmp_path, rank, kind))
-    said, _ = started.communicate(timeout=_SECONDS)
+    out, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 1
-    _check_report(said, rank, f"rank {1 - rank} waits in")
+    _check_report(out, rank, f"rank {1 - rank} waits in")
     stacks = tmp_path / "run" / "logs" / f"rank-{rank:05d}.log"
     assert "tests/faults/plant.py" in stacks.read_text()
     seconds = stacks.stat().st_mtime - (tmp_path / "hangs").stat().st_mtime
@@ -92,31 +92,32 @@ def test_a_hang_is_named_under_torchrun(tmp_path, rank, kind):
 def test_a_hang_is_named_among_hosts_without_a_run_directory(tmp_path, launcher, each):
     """A rank that holds its interpreter is named by its neighbor, or by another host."""
     hangs, env = each, _fault(tmp_path, each, "interpreter held")  # the first of the second host
-    with hosts(2) as found:
-        where = [f"launch.rdzv_endpoint={found.addresses[0]}:29500"] * (launcher == "slurm")
+    with hosts(2) as machines:
+        endpoint = [f"launch.rdzv_endpoint={machines.addresses[0]}:29500"] * (launcher == "slurm")
         started = []
         for rank in range(2 * each):
             of = {"RANK": rank, "WORLD_SIZE": 2 * each, "LOCAL_RANK": rank % each}
             of |= {
-                "LOCAL_WORLD_SIZE": each, "MASTER_ADDR": found.addresses[0], "MASTER_PORT": 29500,
+                "LOCAL_WORLD_SIZE": each, "MASTER_ADDR": machines.addresses[0],
+                "MASTER_PORT": 29500,
             }  # fmt: skip
             if launcher == "slurm":
                 of = {"PROCID": rank, "NODEID": rank // each, "LOCALID": rank % each}
                 of |= {"STEP_NUM_TASKS": 2 * each, "STEP_NUM_NODES": 2, "STEP_NODELIST": "h[0-1]"}
                 of = {f"SLURM_{name}": n for name, n in of.items()}
                 of["SLURM_STEP_TASKS_PER_NODE"] = f"{each}(x2)"
-            own = {**env, **{name: str(n) for name, n in of.items()}}
-            typed = ["train", f"launch={launcher}", *_words(tmp_path, *_HANGS), *where]
-            started.append(found.start(rank // each, *typed, cwd=tmp_path, env=own))
+            environ = {**env, **{name: str(n) for name, n in of.items()}}
+            typed = ["train", f"launch={launcher}", *_words(tmp_path, *_HANGS), *endpoint]
+            started.append(machines.start(rank // each, *typed, cwd=tmp_path, env=environ))
         deadline = time.monotonic() + _SECONDS
         while not (tmp_path / "hangs").exists():
             assert time.monotonic() < deadline
             time.sleep(0.2)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        said = [one.communicate(timeout=_SECONDS)[0] for one in started[:each]]
+        out = [one.communicate(timeout=_SECONDS)[0] for one in started[:each]]
         if each == 1:  # no other process of its host can end it
             started[1].kill()
-        said += [one.communicate(timeout=_SECONDS)[0] for one in started[each:]]
+        out += [one.communicate(timeout=_SECONDS)[0] for one in started[each:]]
     assert 0 not in [one.returncode for one in started]
     others = f"{2 * each - 1} ranks wait, rank \\d" if each > 1 else "rank 0 waits in"
-    _check_report("".join(said), hangs, others)
+    _check_report("".join(out), hangs, others)

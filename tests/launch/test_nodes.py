@@ -44,10 +44,10 @@ def free_endpoint() -> str:
     return f"{LOOPBACK}:{port}"
 
 
-def alone(folder: Path, ranks: int, *words: str) -> list[Any]:
+def alone(folder: Path, ranks: int, *args: str) -> list[Any]:
     """The figures of the same run on one machine."""
     run = folder / "one"
-    typed = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={run}", *words]
+    typed = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={run}", *args]
     done = fsdpctl("train", *typed, f"launch.nproc_per_node={ranks}", cwd=folder)
     assert done.returncode == 0, done.stderr
     return figures(run)
@@ -64,15 +64,15 @@ def launches(nodes: int, endpoint: str) -> list[LaunchConfig]:
 
 def together(count: int, act: Callable[[NodeLauncher], object]) -> list[Future[object]]:
     """What becomes of `act` on each node, of which none leaves before all have acted."""
-    found: list[NodeLauncher] = []
+    seen: list[NodeLauncher] = []
 
     def on_node(launch: LaunchConfig) -> object:
-        found.append(NodeLauncher(launch))
-        return act(found[-1])
+        seen.append(NodeLauncher(launch))
+        return act(seen[-1])
 
     with ThreadPoolExecutor(count) as pool:
         results = [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
-    for each in sorted(found, key=lambda nodes: -nodes.node_rank):  # the store goes last
+    for each in sorted(seen, key=lambda nodes: -nodes.node_rank):  # the store goes last
         each.leave()
     return results
 
@@ -105,10 +105,10 @@ def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
 
 
 def test_a_different_directory_of_the_same_name_is_detected(tmp_path: Path) -> None:
-    said = _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node")
-    assert "all nodes need the same directory" in said
+    message = _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node")
+    assert "all nodes need the same directory" in message
     (tmp_path / "handshake").write_text("4321")
-    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node") == said
+    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node") == message
     (tmp_path / "handshake").write_text("1234")
     assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234"), "node") == ""
 
@@ -140,9 +140,9 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
         if nodes.node_rank == 1:
             nodes.is_reporter = False  # its launcher is gone, without a word
             return None
-        found = nodes.exchange_outcomes(0, NodeOutcome((failure,) if nodes.node_rank == 2 else ()))
+        result = nodes.exchange_outcomes(0, NodeOutcome((failure,) if nodes.node_rank == 2 else ()))
         failed = nodes.node_rank == 2 or nodes.has_failed_elsewhere(0)
-        return found.failures, found.unreachable_nodes, failed
+        return result.failures, result.unreachable_nodes, failed
 
     first, _, third = together(3, act)
     assert first.result() == third.result() == ((failure,), {1: socket.gethostname()}, True)
@@ -195,7 +195,7 @@ V4, V6 = ("10.0.0.1", 1), ("fd00::1", 1, 0, 0)
 OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.9", "fd00::9", "fe80::9%eth0"]}
 
 
-@pytest.mark.parametrize(("endpoint", "known", "own", "expected"), [
+@pytest.mark.parametrize(("endpoint", "known", "local_addresses", "expected"), [
     ("[::1]:1", [("::1", 1, 0, 0)], OWN, "::1"), ("[fd00::1]:1", [V6], OWN, "fd00::1"),
     ("[fe80::1%lo]:1", [("fe80::1", 1, 0, 1)], OWN, "fe80::1%lo"),
     ("host:1", [V6, V4], OWN, "10.0.0.1"), ("host:1", [V6], OWN, "fd00::1"),
@@ -204,10 +204,12 @@ OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.9", "fd00::9", "fe80::9%eth0
     ("host:1", [("::1", 1, 0, 0)], OWN, "fd00::9"),
     ("host:1", [("127.0.1.1", 1)], {"lo": ["127.0.0.1"], "eth0": ["fd00::9"]}, "fd00::9"),
 ])  # fmt: skip
-def test_an_endpoint_may_be_of_either_family(monkeypatch, endpoint, known, own, expected):
-    found = [(0, 0, 0, "", place) for place in known]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
-    monkeypatch.setattr("fsdpctl.launch.addresses._addresses_by_interface", lambda: own)
+def test_an_endpoint_may_be_of_either_family(
+    monkeypatch, endpoint, known, local_addresses, expected
+):
+    results = [(0, 0, 0, "", address) for address in known]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: results)
+    monkeypatch.setattr("fsdpctl.launch.addresses._addresses_by_interface", lambda: local_addresses)
     assert resolve_endpoint(endpoint, for_others=True) == (expected, 1)
 
 
@@ -248,13 +250,13 @@ def test_other_commands_do_not_support_several_nodes() -> None:
         launch_workers([], launches(2, "h:1")[0])
 
 
-def _start(found: Hosts, folder: Path, *words: str) -> list[subprocess.Popen[str]]:
-    endpoint = f"{found.addresses[0]}:29500"
-    nodes = [f"launch.nnodes={len(found.names)}", f"launch.rdzv_endpoint={endpoint}"]
-    words = (*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *words)
+def _start(machines: Hosts, folder: Path, *args: str) -> list[subprocess.Popen[str]]:
+    endpoint = f"{machines.addresses[0]}:29500"
+    nodes = [f"launch.nnodes={len(machines.names)}", f"launch.rdzv_endpoint={endpoint}"]
+    args = (*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *args)
     return [
-        found.start(host, "train", *words, *nodes, f"launch.node_rank={host}", cwd=folder)
-        for host in range(len(found.names))
+        machines.start(host, "train", *args, *nodes, f"launch.node_rank={host}", cwd=folder)
+        for host in range(len(machines.names))
     ]
 
 
@@ -265,21 +267,21 @@ def _start(found: Hosts, folder: Path, *words: str) -> list[subprocess.Popen[str
     + [(2, 2, "hybrid_shard_optimizer")],
 )
 def test_several_hosts_train_like_one_machine(tmp_path, nodes, ranks, strategy):
-    words = [f"strategy={strategy}", "train.steps=30"]
-    with hosts(nodes) as found:
-        ends = list(map(ended, _start(found, tmp_path, *words, f"launch.nproc_per_node={ranks}")))
+    args = [f"strategy={strategy}", "train.steps=30"]
+    with hosts(nodes) as machines:
+        ends = list(map(ended, _start(machines, tmp_path, *args, f"launch.nproc_per_node={ranks}")))
     assert [code for code, _ in ends] == [0] * nodes, ends
     if strategy.startswith("hybrid"):
-        words.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
-    assert figures(tmp_path / "run") == alone(tmp_path, nodes * ranks, *words)
+        args.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
+    assert figures(tmp_path / "run") == alone(tmp_path, nodes * ranks, *args)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["signal", "file"])
 def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path, way: str) -> None:
     file = tmp_path / "run" / "STOP"
-    with hosts(2) as found:
-        started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
+    with hosts(2) as machines:
+        started = _start(machines, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
         wait_for(has_stepped(tmp_path, 1))
         if way == "file":
             file.touch()
@@ -294,8 +296,8 @@ def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path, way: str
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["rank", "launcher"])
 def test_a_rank_or_launcher_that_is_killed_is_named(tmp_path: Path, what: str) -> None:
-    with hosts(2) as found:
-        started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
+    with hosts(2) as machines:
+        started = _start(machines, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
         wait_for(has_stepped(tmp_path, 1))
         launcher = psutil.Process(started[1].pid)
         workers = launcher.children(recursive=True)
@@ -306,9 +308,9 @@ def test_a_rank_or_launcher_that_is_killed_is_named(tmp_path: Path, what: str) -
         assert [code for code, _ in ends] == [1, 1], ends
         assert all("rank 1" in text and "SIGKILL" in text for _, text in ends)
         return
-    (code, said), host = ends[0], socket.gethostname()
-    assert (code, f"node 1 on {host} is unreachable; rank 0 stopped" in said) == (1, True)
-    assert "gloo" not in said
+    (code, messages), host = ends[0], socket.gethostname()
+    assert (code, f"node 1 on {host} is unreachable; rank 0 stopped" in messages) == (1, True)
+    assert "gloo" not in messages
     assert "gloo" in (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    said = fsdpctl("status", "run", cwd=tmp_path).stdout
-    assert f"failed: node 1 on {host} is unreachable\n" in said
+    messages = fsdpctl("status", "run", cwd=tmp_path).stdout
+    assert f"failed: node 1 on {host} is unreachable\n" in messages

@@ -64,10 +64,10 @@ ModuleNotFoundError: No module named 'error'
 
 
 def backend(name: str) -> Callable[[], None]:
-    def made() -> None: ...
+    def broken_backend() -> None: ...
 
-    made.__name__ = name
-    return made
+    broken_backend.__name__ = name
+    return broken_backend
 
 
 @pytest.mark.parametrize(("error", "named"), [
@@ -87,15 +87,15 @@ def test_a_failed_compilation_names_the_innermost_error_in_one_line(error, named
         "backend": lambda: BackendCompilerFailed(backend("inductor"), error, None),
         "dynamo": lambda: InternalTorchDynamoError(f"{type(error).__name__}: {error}"),
     }
-    found = makers[wrapped]()
-    message = {"message": f"{type(found).__name__}: {found}{ADVICE}", "extraInfo": {}}
-    told = ProcessFailure(0, 1234, 1, "/no/such/file")
-    vars(told)["message"] = message  # as torch reads it from the file
-    cause = to_failure(0, told).description
+    result = makers[wrapped]()
+    message = {"message": f"{type(result).__name__}: {result}{ADVICE}", "extraInfo": {}}
+    process_failure = ProcessFailure(0, 1234, 1, "/no/such/file")
+    vars(process_failure)["message"] = message  # as torch reads it from the file
+    cause = to_failure(0, process_failure).description
     assert cause.startswith("torch.compile failed: ")
     assert named in cause
     assert "\n" not in cause
-    assert not any(word in cause for word in ("TORCHDYNAMO", "collect2", "In file", "line 1"))
+    assert not any(arg in cause for arg in ("TORCHDYNAMO", "collect2", "In file", "line 1"))
 
 
 @pytest.mark.parametrize(

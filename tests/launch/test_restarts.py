@@ -22,21 +22,21 @@ SIZE = "train.global_batch_size=12"  # that two and three ranks divide
 
 
 def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
-    found = []
+    results = []
     for each in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
             if "fsdpctl.training.worker" in each.cmdline():
-                found.append(each)
-    return found
+                results.append(each)
+    return results
 
 
 def test_a_killed_rank_costs_only_steps(tmp_path):
     started = start(tmp_path, 120, SIZE, "launch.max_restarts=2")
     wait_for(has_stepped(tmp_path, 30))
     _workers(started)[1].kill()
-    code, said = ended(started)
-    assert (code, "restart 1 of 2: rank 1" in said) == (0, True), said
-    assert "killed by signal 9 (SIGKILL); 2 ranks resume at step 25" in said
+    code, out = ended(started)
+    assert (code, "restart 1 of 2: rank 1" in out) == (0, True), out
+    assert "killed by signal 9 (SIGKILL); 2 ranks resume at step 25" in out
     assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
     whole = alone(tmp_path, 2, "train.steps=120")
     assert sorted(figures(tmp_path / "run"), key=str) == sorted(whole, key=str)
@@ -51,17 +51,17 @@ def test_a_hung_rank_is_named_and_restarted(tmp_path):
     started = start(tmp_path, 60, SIZE, "launch.max_restarts=1", "launch.hang_timeout=6")
     wait_for(has_stepped(tmp_path, 2))
     _workers(started)[0].send_signal(signal.SIGSTOP)
-    code, said = ended(started)
-    assert code == 0, said
-    assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in said
-    assert "stopped by a signal" in said
+    code, out = ended(started)
+    assert code == 0, out
+    assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in out
+    assert "stopped by a signal" in out
     stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
     assert "fsdpctl/training/trainer.py" in stacks  # where the other one waited
 
 
 def test_an_invalid_configuration_is_not_restarted(tmp_path):
-    code, said = ended(start(tmp_path, 60, SIZE, "optimizer.lr=1e30", "launch.max_restarts=3"))
-    assert (code, "restart" in said) == (76, False), said
+    code, out = ended(start(tmp_path, 60, SIZE, "optimizer.lr=1e30", "launch.max_restarts=3"))
+    assert (code, "restart" in out) == (76, False), out
 
 
 def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
@@ -77,20 +77,20 @@ def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
                 seen.add(each.pid)
                 each.kill()
         time.sleep(0.05)
-    code, said = ended(started)
-    assert (code, "restart 2 of 3" in said) == (0, True), said
-    assert "1 ranks resume at step 25" in said
-    assert "changed launch.nproc_per_node was 2, is 1" in said
+    code, out = ended(started)
+    assert (code, "restart 2 of 3" in out) == (0, True), out
+    assert "1 ranks resume at step 25" in out
+    assert "changed launch.nproc_per_node was 2, is 1" in out
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
-    _, said = ended(start(tmp_path, 81, *more))
-    changed = [line for line in said.splitlines() if line.startswith("changed")]
+    _, out = ended(start(tmp_path, 81, *more))
+    changed = [line for line in out.splitlines() if line.startswith("changed")]
     assert changed == ["changed train.steps was 80, is 81"]
 
 
 def test_a_run_continues_without_a_lost_node(tmp_path):
-    with hosts(3) as found:
+    with hosts(3) as machines:
         started = _start(
-            found, tmp_path, "launch.nproc_per_node=1", "train.steps=300",
+            machines, tmp_path, "launch.nproc_per_node=1", "train.steps=300",
             "launch.max_restarts=1", "launch.nnodes_min=2",
         )  # fmt: skip
         wait_for(has_stepped(tmp_path, 30))

@@ -16,7 +16,7 @@ _SCRIPT = Path(__file__).parent.parent.parent / "examples" / "slurm" / "train.sb
 _SECONDS = 120
 
 
-def words(folder: Path, *more: str) -> list[str]:
+def slurm_args(folder: Path, *more: str) -> list[str]:
     """Both nodes are this machine, so that their names lead nowhere."""
     return [
         "train", "launch=slurm", *SMALL, f"data.path={make_text(folder)}",
@@ -31,10 +31,10 @@ def words(folder: Path, *more: str) -> list[str]:
 def test_both_launchers_train_normally(tmp_path, tasks, more):
     (tmp_path / "slurm").mkdir()
     with slurm(tmp_path / "slurm") as cluster:
-        command = [sys.executable, "-m", "fsdpctl", *words(tmp_path, "train.steps=30", *more)]
+        command = [sys.executable, "-m", "fsdpctl", *slurm_args(tmp_path, "train.steps=30", *more)]
         started = cluster.start("srun", "--overcommit", *tasks, *command, cwd=tmp_path)
-        said, _ = started.communicate(timeout=_SECONDS)
-    assert started.returncode == 0, said
+        out, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 0, out
     assert figures(tmp_path / "run") == alone(tmp_path, 2, "train.steps=30")
 
 
@@ -47,8 +47,8 @@ def _submit(cluster: Slurm, folder: Path) -> str:
     assert " fsdpctl train launch=slurm" in text
     text = text.replace(" fsdpctl train", f" {sys.executable} -m fsdpctl train")
     (folder / "job.sbatch").write_text(text)
-    found = words(folder, "train.steps=100000", "launch.nproc_per_node=1")[2:]
-    return cluster.run("sbatch", "--parsable", "job.sbatch", *found, cwd=folder)
+    result = slurm_args(folder, "train.steps=100000", "launch.nproc_per_node=1")[2:]
+    return cluster.run("sbatch", "--parsable", "job.sbatch", *result, cwd=folder)
 
 
 def test_a_preempted_job_saves_and_resumes(tmp_path):

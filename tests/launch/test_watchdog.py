@@ -85,17 +85,17 @@ def test_the_ranks_that_the_others_wait_for(
 
 
 def test_a_report_names_rank_step_place_and_collective():
-    said = describe_hang(
+    message = describe_hang(
         [state(0), state(1, is_waiting=False, pending="gloo:all_reduce of 4 in world")], 30
     )
-    assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
-    assert "gloo:all_reduce of 4 in world" in said
-    assert said.endswith("for 9 s; rank 0 waits in reduce blocks.1, step 3")
-    said = describe_hang(
+    assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in message
+    assert "gloo:all_reduce of 4 in world" in message
+    assert message.endswith("for 9 s; rank 0 waits in reduce blocks.1, step 3")
+    message = describe_hang(
         [state(0), state(1, is_waiting=False), state(2)], 32, before_first_step=True
     )
-    assert "for more than 32 s before its first step" in said
-    assert "; 2 ranks wait, rank 0 in" in said
+    assert "for more than 32 s before its first step" in message
+    assert "; 2 ranks wait, rank 0 in" in message
 
 
 def _sleeper() -> "subprocess.Popen[bytes]":
@@ -197,12 +197,12 @@ def test_the_recorder_identifies_the_rank_that_is_behind(rank, world_size):
     group = dist.new_group(list(range(world_size)), group_desc="gathers")
     for _ in range(3 - rank):  # rank 1 does not begin the last one
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    found = read_record()
-    (count,) = (count for name, count in found.started.items() if name.endswith("gathers"))
+    result = read_record()
+    (count,) = (count for name, count in result.started.items() if name.endswith("gathers"))
     assert count == 3 - rank
     dist.barrier()  # both have looked
     if rank == 0:
-        assert "all_reduce of 2 in" in found.pending
+        assert "all_reduce of 2 in" in result.pending
     else:
         dist.all_reduce(torch.ones(2), group=group)
     assert work is not None
@@ -222,11 +222,11 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
     assert count_oom_kills(root, tmp_path / "own") == count
 
 
-@pytest.mark.parametrize(("place", "step", "seconds"), [
+@pytest.mark.parametrize(("phase", "step", "seconds"), [
     ("forward head", 3, 300), ("ready", None, 480), (DRAWING, None, 1200), (READING, None, 1200),
 ])  # fmt: skip
-def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
+def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, phase, step, seconds):
     launch = LaunchConfig(nproc_per_node=1, timeout=600)
     watch = Watchdog(make_status_file(1, tmp_path), launch, pids=dict)
-    watch._statuses = [RankStatus(1, step, is_waiting=False, phase=place)]
+    watch._statuses = [RankStatus(1, step, is_waiting=False, phase=phase)]
     assert watch._limit_of(0) == seconds

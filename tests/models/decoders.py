@@ -141,22 +141,22 @@ def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def compose(folder: Path, *words: str) -> Resolved:
+def compose(folder: Path, *args: str) -> Resolved:
     fixed = ["model=hf", f"model.path={folder}"]
-    if not any(word.startswith("precision=") for word in words):
+    if not any(arg.startswith("precision=") for arg in args):
         fixed.append("precision=fp32")
-    return stored_config(compose_config([*fixed, *words]).config)
+    return stored_config(compose_config([*fixed, *args]).config)
 
 
 def saved(
     model: ShardedModel, config: Config, folder: Path, assets: Mapping[str, bytes] | None = None
 ) -> CheckpointReader:
     """A checkpoint of a model without its optimizer."""
-    about, ranks = (
+    options, ranks = (
         CheckpointMetadata(Progress(1), to_settings(config), assets or {}),
         model.collectives,
     )
-    write_checkpoint(folder, take_snapshot(model, None, ranks.rank, about), ranks)
+    write_checkpoint(folder, take_snapshot(model, None, ranks.rank, options), ranks)
     return CheckpointReader(folder)
 
 
@@ -197,9 +197,9 @@ def drawn(model: ModelConfig, seed: int = 0) -> TransformersDecoder:
     return module
 
 
-def plain_module(folder: Path, *words: str) -> TransformersDecoder:
+def plain_module(folder: Path, *args: str) -> TransformersDecoder:
     """A model with experts and its weights, without an engine."""
-    config, _ = adapt_to_decoder(compose(folder, *words))
+    config, _ = adapt_to_decoder(compose(folder, *args))
     module = make_module(config)
     assert isinstance(module, TransformersDecoder)
     fill(module, open_weights(config.model))

@@ -72,7 +72,7 @@ OTHERS = [each for each in FAMILIES if each not in FEW]
 
 
 def save_model(
-    family: str, folder: Path, dtype: torch.dtype = torch.float32, **about: Any
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> PreTrainedModel:
     """A model with every parameter drawn, norms and biases too, in `folder`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(FAMILIES[family])
@@ -83,7 +83,7 @@ def save_model(
             mean = 1.0 if is_norm else 0.0
             param.normal_(mean, 0.15, generator=generator)
     model.to(dtype=dtype).eval()  # type: ignore[call-arg]  # its decorator hides the signature
-    model.save_pretrained(folder, **about)
+    model.save_pretrained(folder, **kwargs)
     return model
 
 

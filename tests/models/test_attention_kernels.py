@@ -32,16 +32,16 @@ def seen_on_cuda(
     packs: bool = False, kv_heads: int = 2,
 ) -> Counter[str]:  # fmt: skip
     """The operators of a forward, as a GPU would run them."""
-    words = [f"model.num_layers={LAYERS}", f"model.num_kv_heads={kv_heads}", "model.vocab_size=50"]
-    for word in ("model_type=mistral", f"sliding_window={window or 'null'}"):
-        words.append(f"model.overrides.{word}")
-    model = build_model(compose_config(words).config.model).to(dtype)
+    args = [f"model.num_layers={LAYERS}", f"model.num_kv_heads={kv_heads}", "model.vocab_size=50"]
+    for arg in ("model_type=mistral", f"sliding_window={window or 'null'}"):
+        args.append(f"model.overrides.{arg}")
+    model = build_model(compose_config(args).config.model).to(dtype)
     import_kernels("cuda")
     with torch.device("meta"):
         tokens = torch.empty(2, LENGTH, dtype=torch.int64)
-        about = {"documents": assumed_documents(2, LENGTH, "cuda")} if packs else {}
+        options = {"documents": assumed_documents(2, LENGTH, "cuda")} if packs else {}
         with operators_of("cuda", kernel), Operators() as seen:
-            model(tokens, **about)
+            model(tokens, **options)
     return seen.counts
 
 
@@ -106,8 +106,8 @@ def test_only_the_fallbacks_of_a_kernel_replace_it():
     before, names = preferred(), ["cudnn_attention", "flash_attention", "efficient_attention"]
     for number, kernel in enumerate(("cudnn", "flash", "efficient")):
         with use_kernel(kernel):
-            found = [each.name.lower() for each in preferred()]
-        assert found == [*names[number:], "math"]
+            results = [each.name.lower() for each in preferred()]
+        assert results == [*names[number:], "math"]
     assert preferred() == before
 
 
@@ -134,16 +134,16 @@ def test_a_missing_package_is_a_one_line_error():
 
 
 def test_text_is_generated_without_cudnn():
-    asked = []
+    backends = []
 
     class Model(torch.nn.Module):
-        def forward(self, tokens: Tensor, **about: Any) -> Tensor:
-            asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        def forward(self, tokens: Tensor, **kwargs: Any) -> Tensor:
+            backends.append(torch.backends.cuda.cudnn_sdp_enabled())
             return torch.zeros(1, tokens.shape[1], 5)
 
-    about: dict[str, Any] = {"context": 4, "sampling": Sampling(0), "device": torch.device("cpu")}
-    assert len(list(generate(Model(), [1], range(3), **about, use_cache=False))) == 3
-    assert asked == [False] * 3
+    options: dict[str, Any] = {"context": 4, "sampling": Sampling(0), "device": torch.device("cpu")}
+    assert len(list(generate(Model(), [1], range(3), **options, use_cache=False))) == 3
+    assert backends == [False] * 3
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -21,7 +21,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def made(name: str) -> torch.nn.Module:
+def make_model(name: str) -> torch.nn.Module:
     module = drawn(compose_config([*SIZES, *MODELS[name]]).config.model, seed=1).double()
     with torch.no_grad():
         for param in module.parameters():
@@ -31,10 +31,14 @@ def made(name: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_text_longer_than_the_context_is_the_same(name):
-    model = made(name)
+    model = make_model(name)
     lengths: list[int] = []
     model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    about: dict[str, Any] = {"context": 16, "sampling": Sampling(3), "device": torch.device("cpu")}
-    with_cache = list(generate(model, [1, 2, 3], range(30), **about))
+    options: dict[str, Any] = {
+        "context": 16,
+        "sampling": Sampling(3),
+        "device": torch.device("cpu"),
+    }
+    with_cache = list(generate(model, [1, 2, 3], range(30), **options))
     assert lengths == [3, *[1] * 13, *[16] * 16]
-    assert with_cache == list(generate(model, [1, 2, 3], range(30), **about, use_cache=False))
+    assert with_cache == list(generate(model, [1, 2, 3], range(30), **options, use_cache=False))

@@ -29,8 +29,8 @@ GPT2 = {
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2"]
 
 
-def rope(kind: str, **about: Any) -> dict[str, Any]:
-    return {"rope_scaling": {"rope_type": kind, "factor": 4.0, **about}, "rope_theta": 700.0}
+def rope(kind: str, **kwargs: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, "factor": 4.0, **kwargs}, "rope_theta": 700.0}
 
 
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -60,8 +60,8 @@ def content_of(family: str, edit: dict[str, Any]) -> dict[str, Any]:
 
 
 def theirs_of(content: dict[str, Any]) -> nn.Module:
-    kept = {name: value for name, value in content.items() if name != "torch_dtype"}
-    config = hf.AutoConfig.for_model(**json.loads(json.dumps(kept)))
+    fields = {name: value for name, value in content.items() if name != "torch_dtype"}
+    config = hf.AutoConfig.for_model(**json.loads(json.dumps(fields)))
     torch.manual_seed(0)
     make: Any = hf.AutoModelForCausalLM
     model: nn.Module = make.from_config(config, dtype=torch.float32).eval()
@@ -104,17 +104,17 @@ def check(family: str, edit: dict[str, Any]) -> str:
         if theirs is None:
             build_base_model(model)
             return ""  # it fails in the check of a small copy
-        found = ours_of(model, theirs)(tokens)
+        result = ours_of(model, theirs)(tokens)
     except UsageError as error:
         text = str(error)
         return "" if theirs is None and "\n" not in text else f"refused: {text}"
-    difference = float((found - wanted).abs().max() / wanted.abs().max())
+    difference = float((result - wanted).abs().max() / wanted.abs().max())
     return "" if difference <= 1e-5 else f"differs by {difference}"
 
 
 def wrong_ones(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    found = [(f"{family} {edit}", check(family, edit)) for family, edit in cases]
-    return [f"{case}: {problem}" for case, problem in found if problem]
+    results = [(f"{family} {edit}", check(family, edit)) for family, edit in cases]
+    return [f"{case}: {problem}" for case, problem in results if problem]
 
 
 def test_logits_are_those_of_transformers():

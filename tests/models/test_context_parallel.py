@@ -55,24 +55,24 @@ def test_gradients_are_those_of_whole_rows(tmp_path, family, packed, ranks):
     save_model(family, tmp_path)
     model = opened(tmp_path).double()
     tokens, targets = rows()
-    about = {"documents": pack_documents(packed, CPU)} if packed else {}
-    summed(model(tokens, **about), targets).backward()
+    options = {"documents": pack_documents(packed, CPU)} if packed else {}
+    summed(model(tokens, **options), targets).backward()
     expected = gradients(model)
-    found = shared_gradients(model, ranks, packed, lambda x, index: x.chunk(ranks, 1)[index])
-    assert found.keys() == expected.keys()
+    result = shared_gradients(model, ranks, packed, lambda x, index: x.chunk(ranks, 1)[index])
+    assert result.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = float(gradient.abs().max()) or 1.0
         limit = 1e-6 if "gemma" in family else 1e-12  # its norms are computed in float32
-        torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=0, atol=limit)
+        torch.testing.assert_close(result[name] / scale, gradient / scale, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("packed", [None, PACKED])
 def test_logits_are_those_of_whole_rows_to_the_bit(tmp_path, packed):
     save_model("llama", tmp_path)
     model, (tokens, _) = opened(tmp_path), rows()
-    about = {"documents": pack_documents(packed, CPU)} if packed else {}
+    options = {"documents": pack_documents(packed, CPU)} if packed else {}
     with torch.no_grad():
-        whole = model(tokens, **about)
+        whole = model(tokens, **options)
 
     def run(context: ContextParallel) -> Tensor:
         lengths = packed or ((tokens.shape[1],),) * len(tokens)
@@ -113,8 +113,8 @@ def test_each_rank_gets_the_keys_of_its_queries(heads, ranks):
 
     def run(context: ContextParallel) -> tuple[Tensor, ...]:
         own_q, own_k, own_v = (each.chunk(ranks, 2)[context.index] for each in (q, k, v))
-        own = tokens_to_heads(own_q, own_k, own_v, context)
-        return *own, heads_to_tokens(own[0], context)
+        local_heads = tokens_to_heads(own_q, own_k, own_v, context)
+        return *local_heads, heads_to_tokens(local_heads[0], context)
 
     mine = heads_per_rank(heads[0], heads[1], ranks)
     for index, (queries, keys, values, back) in enumerate(run_as_ranks(ranks, run)):

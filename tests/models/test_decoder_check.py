@@ -37,23 +37,23 @@ def shared(config: Resolved) -> Resolved:
 def test_the_start_finds_what_a_decoder_does(family, tmp_path):
     problem, packs, refusal = DOES[family]
     save_decoder(family, tmp_path)
-    words = ["data=chat", "data.path=x.jsonl", "launch.nproc_per_node=2", "launch.device=cpu"]
-    config = stored_config(assign_ranks(compose(tmp_path, *words)))
-    found = check_decoder(config.model)
-    assert (problem in found.attention_problem, bool(found.attention_problem)) == (
+    args = ["data=chat", "data.path=x.jsonl", "launch.nproc_per_node=2", "launch.device=cpu"]
+    config = stored_config(assign_ranks(compose(tmp_path, *args)))
+    result = check_decoder(config.model)
+    assert (problem in result.attention_problem, bool(result.attention_problem)) == (
         True,
         bool(problem),
     )
-    assert (found.isolates_documents, found.ignores_padding) == (packs, True)
+    assert (result.isolates_documents, result.ignores_padding) == (packs, True)
     changed, notes = adapt_to_decoder(config)
     assert changed.data.packing is (None if packs else False)
     assert len(notes) == bool(problem) + (not packs)
     if not packs:
         with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
-            adapt_to_decoder(compose(tmp_path, *words, "data.packing=true"))
-    said = rf"context_parallel=2: model: .*{refusal}"
+            adapt_to_decoder(compose(tmp_path, *args, "data.packing=true"))
+    message = rf"context_parallel=2: model: .*{refusal}"
     for check in (check_shared_rows, make_run_plan) if refusal else ():
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             check(shared(config))
     if not refusal:
         check_shared_rows(shared(config))
@@ -101,7 +101,7 @@ def test_a_loss_over_full_rows_is_rejected(tmp_path):
 
 
 def test_a_signal_is_no_failure_of_a_family(tmp_path, monkeypatch):
-    def stop(*about: object) -> None:
+    def stop(*options: object) -> None:
         raise SignalError(signal.SIGHUP)
 
     save_decoder("qwen3_moe", tmp_path)

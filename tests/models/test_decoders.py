@@ -175,7 +175,7 @@ def test_export_has_the_names_of_the_hub(tmp_path):
     assert again.config_json == config.model.config_json
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "error"), [
     ({"model_type": "qwen3_mo"}, "qwen3_mo: not a causal decoder .*; did you mean qwen3_moe"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "config.json: .*longrope.*transformers"),
     ({"num_hidden_layers": "many"}, "num_hidden_layers many: expected a whole number"),
@@ -184,11 +184,11 @@ def test_export_has_the_names_of_the_hub(tmp_path):
     ({"model_type": "gemma3"}, "is not a text decoder"),
     ({"num_attention_heads": "many"}, "num_attention_heads many: expected a whole number"),
 ])  # fmt: skip
-def test_a_config_that_transformers_cannot_run_is_rejected(changes, said, tmp_path):
+def test_a_config_that_transformers_cannot_run_is_rejected(changes, error, tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=error) as caught:
         compose(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -234,9 +234,9 @@ def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
 def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
-    about: dict[str, Any] = {"context": 32, "sampling": Sampling(0, temperature=0), "device": CPU}
+    options: dict[str, Any] = {"context": 32, "sampling": Sampling(0, temperature=0), "device": CPU}
     results = [
-        [*generate(module, [1, 2, 3], range(8), **about, use_cache=x)] for x in (True, False)
+        [*generate(module, [1, 2, 3], range(8), **options, use_cache=x)] for x in (True, False)
     ]
     assert results[0] == results[1]
 

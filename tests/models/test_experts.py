@@ -42,8 +42,8 @@ def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
     family, recomputes, kind = case.split()
 
     save_decoder(family, tmp_path, output_router_logits=True)
-    words = f"activation_checkpointing={recomputes}", f"model.router_aux_loss={kind}"
-    module = plain_module(tmp_path, *words)
+    args = f"activation_checkpointing={recomputes}", f"model.router_aux_loss={kind}"
+    module = plain_module(tmp_path, *args)
     theirs = load_decoder(tmp_path)
     factor = "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef"
     for model in (theirs, module.transformers_model):
@@ -51,8 +51,8 @@ def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
     tokens, ends = batches_of(1, 1)[0][0][0].repeat(2, 1)[:3], (5, LENGTH, 0)
     mask = torch.arange(LENGTH) < torch.tensor(ends)[:, None]
     inputs, targets = tokens[:, :-1], tokens[:, 1:].where(mask, -100)
-    about = {"use_cache": False, "output_router_logits": True}
-    out = theirs(input_ids=inputs[:2], attention_mask=mask[:2].long(), **about)
+    options = {"use_cache": False, "output_router_logits": True}
+    out = theirs(input_ids=inputs[:2], attention_mask=mask[:2].long(), **options)
     wanted = F.cross_entropy(out.logits.flatten(0, 1), targets[:2].flatten()) + 0.5 * out.aux_loss
     lengths = tuple((end, LENGTH - end) if 0 < end < LENGTH else (LENGTH,) for end in ends)
     documents = pack_documents(lengths, CPU, one_per_row=True, padding_starts=ends)
@@ -111,12 +111,12 @@ def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: in
     model = SimpleNamespace(num_experts=4, num_experts_per_tok=2)
     reduce = collectives_for(CPU).all_reduce
     data = torch.arange(10) < ends[rank]
-    found = global_aux_loss([logits[rank]], data[None], model, reduce)
+    result = global_aux_loss([logits[rank]], data[None], model, reduce)
     counted = [each[:end] for each, end in zip(logits, ends, strict=True)]
     everywhere = torch.cat(counted)
     share = F.one_hot(everywhere.softmax(-1).topk(2).indices, 4).sum(dim=(0, 1)) / len(everywhere)
     mean = counted[rank].softmax(-1).mean(0)
-    assert float(found) == pytest.approx(float(4 * (share * mean).sum()), rel=1e-6)
+    assert float(result) == pytest.approx(float(4 * (share * mean).sum()), rel=1e-6)
 
 
 def test_the_choice_of_experts_is_not_recomputed(tmp_path):

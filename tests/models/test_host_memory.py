@@ -25,9 +25,9 @@ MIB = 1 << 20
 
 def most_held() -> int:
     """Bytes, since it was last reset."""
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found
-    return 1024 * int(found[1])
+    result = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert result
+    return 1024 * int(result[1])
 
 
 @distributed(world_size=4)
@@ -61,8 +61,10 @@ def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
     size = save_large_model(tmp_path / "hf")
     loads(path=tmp_path / "hf", size=size)
     model = compose_config(["model=hf", f"model.path={tmp_path / 'hf'}"]).config
-    about = CheckpointMetadata(config=to_settings(model))
-    write_sharded_weights(open_weights(model.model), tmp_path / "own", num_files=1, metadata=about)
+    options = CheckpointMetadata(config=to_settings(model))
+    write_sharded_weights(
+        open_weights(model.model), tmp_path / "own", num_files=1, metadata=options
+    )
     reader = CheckpointReader(tmp_path / "own")
     write_gguf(reader, tmp_path / "m.gguf", dtype="BF16", overwrite=False)
     loads(path=tmp_path / "m.gguf", size=size)

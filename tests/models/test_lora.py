@@ -18,12 +18,12 @@ from tests.commands.run import invoke
 SMALL = ["model.vocab_size=64", "model.num_layers=2"]
 
 
-def config(*words: str) -> ModelConfig:
-    return validate(assign_ranks(compose_config([*SMALL, *words]).config)).model
+def config(*args: str) -> ModelConfig:
+    return validate(assign_ranks(compose_config([*SMALL, *args]).config)).model
 
 
-def trained(*words: str) -> set[str]:
-    params = build_model(config(*words)).named_parameters()
+def trained(*args: str) -> set[str]:
+    params = build_model(config(*args)).named_parameters()
     return {name for name, param in params if param.requires_grad}
 
 
@@ -76,7 +76,7 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
     assert compose_config([], str(file)).config.model.trainable == "[norm, mlp]"
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("args", "said"), [
     (["model.trainable=q_prj"], "model.trainable=q_prj: matches no parameter name; "
      "did you mean q_proj?"),
     (["model.trainable=["], "model.trainable=[: not a regular expression"),
@@ -87,8 +87,8 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
     (["model.lora.rank=2", "model.lora.targets=lm_head"], "layers except the output head are"),
     (["model.lora.rank=2", "model.lora.targets=embed"], "matches no linear layer"),
     *(
-        (["model.lora.rank=2", f"model.lora.targets={text}"], said)
-        for text, said in [
+        (["model.lora.rank=2", f"model.lora.targets={text}"], error)
+        for text, error in [
             ("[q_proj,lm_head]", ": lm_head matches no linear layer"),
             ("q_proj,q_prj", ": q_prj matches no linear layer; did you mean q_proj?"),
             ("query_key_value", "linear layers except the output head are q_proj, k_proj"),
@@ -107,9 +107,9 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
     (["model.lora.also=lm_head"], "requires a rank, such as model.lora.rank=16"),
     (["model.trainable=[norm,foo]"], "[norm,foo]: foo matches no parameter name"),
 ])  # fmt: skip
-def test_invalid_selections_of_parameters_are_rejected(words, said):
+def test_invalid_selections_of_parameters_are_rejected(args, said):
     with pytest.raises(UsageError) as caught:
-        trained(*words)
+        trained(*args)
     assert said in str(caught.value)
 
 
@@ -161,15 +161,15 @@ def test_a_recipe_may_nest_them(tmp_path):
 
 
 def test_the_estimate_shows_the_trained_parameters():
-    words = ["estimate-memory", *SMALL, "launch.nproc_per_node=2", "launch.device=cpu"]
-    code, said = invoke(*words, "model.lora.rank=4", "--json")
-    assert code == 0, said
-    found = json.loads(said[said.index("{") :])  # behind a note on a machine of one core
+    args = ["estimate-memory", *SMALL, "launch.nproc_per_node=2", "launch.device=cpu"]
+    code, out = invoke(*args, "model.lora.rank=4", "--json")
+    assert code == 0, out
+    content = json.loads(out[out.index("{") :])  # behind a note on a machine of one core
     expected = sum(
         param.numel()
         for param in build_model(config("model.lora.rank=4")).parameters()
         if param.requires_grad
     )
-    assert found["num_trained_parameters"] == expected
-    code, said = invoke(*words, "model.lora.rank=4", "engine=fsdp2")
-    assert (code, said) == (2, "model.lora.rank=4: requires engine=fsdpctl, got engine=fsdp2")
+    assert content["num_trained_parameters"] == expected
+    code, out = invoke(*args, "model.lora.rank=4", "engine=fsdp2")
+    assert (code, out) == (2, "model.lora.rank=4: requires engine=fsdpctl, got engine=fsdp2")

@@ -49,12 +49,12 @@ def test_forward_and_backward_have_one_mask(way):
     sent = torch.randn(ROWS, 24)
     torch.manual_seed(1)
     trained = [x, layer.lora_A.weight, layer.lora_B.weight]
-    found = torch.autograd.grad(_WAYS[way](layer)(x), trained, sent)
+    result = torch.autograd.grad(_WAYS[way](layer)(x), trained, sent)
     torch.manual_seed(1)
     added = layer.lora_B(layer.lora_A(x * _mask()))
     out = nn.functional.linear(x, layer.weight, layer.bias) + layer.scale * added
     expected = torch.autograd.grad(out, trained, sent)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
@@ -73,16 +73,16 @@ def test_a_share_of_the_inputs_is_dropped_and_the_mean_stays():
 
 def test_layers_keep_their_common_input_only():
     layers, x = [_adapted() for _ in range(3)], torch.randn(ROWS, WIDTH, requires_grad=True)
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.shape[:1] == (ROWS,) and tensor.shape[-1] == WIDTH:
-            kept[tensor.untyped_storage()._cdata] = tensor.nbytes
+            saved[tensor.untyped_storage()._cdata] = tensor.nbytes
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = [layer(x) for layer in layers]
-    assert list(kept) == [x.untyped_storage()._cdata], len(out)
+    assert list(saved) == [x.untyped_storage()._cdata], len(out)
 
 
 def test_evaluation_drops_nothing_and_draws_no_number():

@@ -20,7 +20,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-def kept(module: TransformersDecoder) -> int:
+def saved_bytes(module: TransformersDecoder) -> int:
     """The bytes of the tensors that backward needs, on a GPU in bf16."""
     sizes: dict[int, int] = {}
 
@@ -53,7 +53,7 @@ def test_results_are_the_same_with_less_memory(family, tmp_path):
         for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
             other.copy_(one.add_(0.1 * torch.randn_like(one)) if one.ndim < 2 else one)
     torch.testing.assert_close(ours(TOKENS), plain(TOKENS), rtol=0, atol=1e-5)
-    assert kept(ours) < kept(plain)
+    assert saved_bytes(ours) < saved_bytes(plain)
 
 
 def test_a_norm_that_has_a_weight_without_using_it_is_fused_without():

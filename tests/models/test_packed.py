@@ -48,11 +48,11 @@ def alone() -> list[tuple[Tensor, Tensor]]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    results = {}
     for name, param in model.named_parameters():
         if param.grad is not None:
-            found[name], param.grad = param.grad, None
-    return found
+            results[name], param.grad = param.grad, None
+    return results
 
 
 def opened(folder: Path) -> Any:
@@ -75,16 +75,16 @@ def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
     tokens, targets = rows()
     logits = ours(tokens, documents=documents)
     summed(logits, targets).backward()
-    found = gradients(ours)
+    grads = gradients(ours)
     for part, wanted in alone():
         summed(theirs(part, use_cache=False).logits, wanted).backward()
     expected = gradients(theirs)
     apart = [theirs(part, use_cache=False).logits for part, _ in alone()]
     torch.testing.assert_close(logits, torch.cat(apart, 1).view_as(logits), rtol=0, atol=1e-5)
-    assert found.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = float(gradient.abs().max()) or 1.0
-        torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=0, atol=1e-5)
+        torch.testing.assert_close(grads[name] / scale, gradient / scale, rtol=0, atol=1e-5)
 
 
 def test_without_documents_a_row_has_other_results(tmp_path):
@@ -159,6 +159,6 @@ def test_compiled_blocks_are_compiled_once(tmp_path):
     for layer in ours.model.layers:
         layer.compile(backend=counter)
     for lengths, wanted in expected.items():
-        found = ours(tokens, documents=pack_documents(lengths, CPU))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        result = ours(tokens, documents=pack_documents(lengths, CPU))
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
     assert counter.frame_count == 1

@@ -28,9 +28,9 @@ from tests.models.tiny import make_tiny
 def test_roles_follow_the_modules(family, role, names):
     roles = parameter_roles(make_tiny("causal", family))
     for name in names:
-        found = {each: roles[each] for each in roles if each.endswith(name)}
-        assert found, name
-        assert set(found.values()) == {role}, name
+        result = {each: roles[each] for each in roles if each.endswith(name)}
+        assert result, name
+        assert set(result.values()) == {role}, name
 
 
 def test_norms_of_heads_and_biases_do_not_decay():

@@ -37,10 +37,10 @@ def decoder(base: Path, rows: int | None) -> Any:
     return model
 
 
-def write_adapters(base: Path, folder: Path, rows: int | None = None, **about: Any) -> Any:
+def write_adapters(base: Path, folder: Path, rows: int | None = None, **kwargs: Any) -> Any:
     """Write adapters with drawn values, and return PEFT's model from their directory."""
     torch.manual_seed(0)
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM"} | about
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM"} | kwargs
     model = peft.get_peft_model(decoder(base, rows), peft.LoraConfig(**settings))
     with torch.no_grad():
         for param in model.parameters():
@@ -59,7 +59,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("family", "about"), [
+@pytest.mark.parametrize(("family", "options"), [
     ("llama", {"init_lora_weights": True, "target_modules": ["q_proj", "v_proj"]}),
     ("llama", {"init_lora_weights": False, "use_rslora": True}),
     ("llama", {"init_lora_weights": "gaussian", "target_modules": r".*(q|v)_proj"}),
@@ -78,12 +78,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*(fan_in_fan_out|tie|embedding).*:UserWarning")
 @torch.no_grad()
-def test_logits_are_those_of_peft(bases, tmp_path, family, about):
-    expected = write_adapters(bases / family, tmp_path / "adapters", **about)(tokens()).logits
-    words = [f"model.lora.path={tmp_path / 'adapters'}"]
-    if isinstance(about.get("target_modules"), str):
-        words.append("model.lora.targets=q_proj,v_proj")
-    config = with_vocabulary(compose(bases / family, *words))
+def test_logits_are_those_of_peft(bases, tmp_path, family, options):
+    expected = write_adapters(bases / family, tmp_path / "adapters", **options)(tokens()).logits
+    args = [f"model.lora.path={tmp_path / 'adapters'}"]
+    if isinstance(options.get("target_modules"), str):
+        args.append("model.lora.targets=q_proj,v_proj")
+    config = with_vocabulary(compose(bases / family, *args))
     model = make_model(config, CPU, strategy="no_shard", empty=True)
     load_weights(initial_weights(config.model, build_model(config.model), 0), model)
     model.train(False)
@@ -92,7 +92,7 @@ def test_logits_are_those_of_peft(bases, tmp_path, family, about):
     consolidate(reader, tmp_path / "merged", merge=True)
     assert (load_decoder(tmp_path / "merged")(tokens()).logits - expected).abs().max() <= 1e-5
     write_peft(reader, tmp_path / "again")
-    base = decoder(bases / family, about.get("rows"))
+    base = decoder(bases / family, options.get("rows"))
     again = peft.PeftModel.from_pretrained(base, tmp_path / "again")
     assert (again(tokens()).logits - expected).abs().max() <= 1e-5
 
@@ -131,9 +131,13 @@ def test_settings_that_are_not_known_are_refused_by_name(tmp_path, name):
 
 def test_fields_that_a_file_lacks_have_the_defaults_of_peft(tmp_path):
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA"}))
-    usual, words = peft.LoraConfig(), adapter_settings(str(tmp_path))
-    found = (words["model.lora.rank"], words["model.lora.alpha"], words["model.lora.dropout"])
-    assert tuple(map(float, found)) == (usual.r, usual.lora_alpha, usual.lora_dropout)
+    usual, settings = peft.LoraConfig(), adapter_settings(str(tmp_path))
+    results = (
+        settings["model.lora.rank"],
+        settings["model.lora.alpha"],
+        settings["model.lora.dropout"],
+    )
+    assert tuple(map(float, results)) == (usual.r, usual.lora_alpha, usual.lora_dropout)
 
 
 def test_the_defaults_of_the_installed_peft_are_accepted(tmp_path):
@@ -159,9 +163,9 @@ def test_adapters_without_a_model_are_named(tmp_path):
 
 def test_layers_whose_weights_are_read_directly_get_no_adapter(tmp_path):
     save_decoder("jamba", tmp_path)
-    words = ("model.lora.rank=2", "model.lora.targets=[dt_proj,in_proj]")
+    args = ("model.lora.rank=2", "model.lora.targets=[dt_proj,in_proj]")
     with pytest.raises(UsageError, match=r"\[dt_proj,in_proj\]: dt_proj: not supported, because"):
-        build_model(compose(tmp_path, *words).model)
+        build_model(compose(tmp_path, *args).model)
     module = build_model(compose(tmp_path, "model.lora.rank=2", "model.base_dtype=nf4").model)
     left = [name for name, p in module.named_parameters() if "dt_proj" in name]
     assert not any("lora_" in name for name in left)

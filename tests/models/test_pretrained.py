@@ -41,18 +41,18 @@ def difference(ours: ShardedModel, theirs: torch.nn.Module) -> float:
     return float((ours(tokens()) - theirs(tokens()).logits).abs().max())
 
 
-def edited(folder: Path, **about: object) -> Path:
+def edited(folder: Path, **kwargs: object) -> Path:
     """The directory, its config.json changed."""
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | about))
+    file.write_text(json.dumps(json.loads(file.read_text()) | kwargs))
     return folder
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found.update(load_file(file))
-    return found
+        results.update(load_file(file))
+    return results
 
 
 @pytest.mark.parametrize("family", fast(*FEW, slow=OTHERS))
@@ -217,20 +217,20 @@ def test_a_tokenizer_that_is_not_read_is_not_replaced_by_bytes(tmp_path):
 
 def test_old_and_incomplete_forms_of_rope(tmp_path):
     file = tmp_path / "config.json"
-    about = json.loads(FAMILIES["llama 3.1"].to_json_string())
-    rope = about.pop("rope_parameters")
+    options = json.loads(FAMILIES["llama 3.1"].to_json_string())
+    rope = options.pop("rope_parameters")
     scaling = {**rope, "type": "llama3"}
     del scaling["rope_type"], scaling["original_max_position_embeddings"]
     old = {"rope_theta": 500.0, "rope_scaling": scaling}
-    file.write_text(json.dumps(about | old | {"rope_parameters": {"rope_type": "default"}}))
+    file.write_text(json.dumps(options | old | {"rope_parameters": {"rope_type": "default"}}))
     model = compose(tmp_path, "model.init=random").model
     rope = read_hf_config(config_dict(model), "").rope_parameters
     assert (rope["rope_type"], rope["rope_theta"]) == ("llama3", 500.0)
     assert rope["original_max_position_embeddings"] == 64
     del scaling["factor"]
-    file.write_text(json.dumps(about | old))
+    file.write_text(json.dumps(options | old))
     with pytest.raises(UsageError, match="factor"):
         compose(tmp_path)
-    file.write_text(json.dumps(about | {"hidden_size": None}))
+    file.write_text(json.dumps(options | {"hidden_size": None}))
     with pytest.raises(UsageError, match="hidden_size"):
         compose(tmp_path)

@@ -148,10 +148,10 @@ def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, d
     layer.weight.copy_(packing.quantize(base.weight))
     layer.bias.data = layer.bias.to(dtype)
     weight = packing.dequantize(layer.weight, (rows, columns), dtype)
-    given = torch.randn(2, 3, rows if is_transposed else columns, dtype=dtype)
-    ours, theirs = given.clone().requires_grad_(), given.clone().requires_grad_()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+    args = torch.randn(2, 3, rows if is_transposed else columns, dtype=dtype)
+    ours, theirs = args.clone().requires_grad_(), args.clone().requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
         out = layer(ours)
     expected = F.linear(theirs, weight.t() if is_transposed else weight, layer.bias)
     assert torch.equal(out, expected)
@@ -160,8 +160,8 @@ def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, d
     assert ours.grad is not None
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
-    assert {each.dtype for each in kept} == {torch.uint8}
-    assert sum(each.nbytes for each in kept) == packing.num_bytes(rows * columns)
+    assert {each.dtype for each in saved} == {torch.uint8}
+    assert sum(each.nbytes for each in saved) == packing.num_bytes(rows * columns)
 
 
 class Stored:
@@ -218,20 +218,20 @@ def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: QuantFormat) -
 
 @pytest.mark.parametrize("packing", QUANT_FORMATS.values())
 def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(packing):
-    words = ["model.vocab_size=64", "model.lora.rank=2", "model.lora.targets=q_proj"]
-    plain = build_model(compose_config(words).config.model)
-    module = build_model(compose_config([*words, f"model.base_dtype={packing.name}"]).config.model)
+    args = ["model.vocab_size=64", "model.lora.rank=2", "model.lora.targets=q_proj"]
+    plain = build_model(compose_config(args).config.model)
+    module = build_model(compose_config([*args, f"model.base_dtype={packing.name}"]).config.model)
     names = {name for name, param in module.named_parameters() if param.dtype == torch.uint8}
     assert names == {name for name, _ in plain.named_parameters() if name.endswith("_proj.weight")}
     assert count_weights(module) == count_weights(plain)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("args", "error"), [
     (["model.base_dtype=nf4"], "only valid with adapters; set model.lora.rank=16"),
     (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, float32, or auto"),
 ])  # fmt: skip
-def test_what_cannot_be_quantized_is_rejected(words, said):
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be_quantized_is_rejected(args, error):
+    with pytest.raises(UsageError, match=error):
         build_model(
-            validate(assign_ranks(compose_config(["model.vocab_size=64", *words]).config)).model
+            validate(assign_ranks(compose_config(["model.vocab_size=64", *args]).config)).model
         )

@@ -51,11 +51,11 @@ def loaded(config: Resolved, strategy: str = "no_shard") -> ShardedModel:
 def write_adapters(base: Path, folder: Path, layer: str, matrices: list[str]) -> None:
     peft: Any = pytest.importorskip("peft")
     torch.manual_seed(0)
-    about = peft.LoraConfig(
+    options = peft.LoraConfig(
         r=8, lora_alpha=12, target_modules=[layer], target_parameters=matrices,
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    model = peft.get_peft_model(load_decoder(base), about)
+    model = peft.get_peft_model(load_decoder(base), options)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_" in name:
@@ -65,12 +65,12 @@ def write_adapters(base: Path, folder: Path, layer: str, matrices: list[str]) ->
 
 def gradients(model: ShardedModel) -> list[Tensor]:
     """The norms of the gradients of all adapters."""
-    found = []
+    results = []
     for shard in model.flat_shards():
         for placement in shard.layout.param_spans if shard.trainable else ():
             assert shard.grad is not None
-            found.append(shard.grad[placement.span.start : placement.span.stop].norm())
-    return found
+            results.append(shard.grad[placement.span.start : placement.span.stop].norm())
+    return results
 
 
 @pytest.mark.parametrize("case", fast(
@@ -123,8 +123,8 @@ def test_ranks_train_what_one_process_trains(rank: int, world_size: int, tmp_pat
     if rank == 0:
         save_decoder("qwen3_moe", folder, hidden_size=64)
     collectives_for(CPU).barrier()
-    words = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
-    config = compose(folder, *words)
+    args = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
+    config = compose(folder, *args)
     drawn = [each[0] for each in batches_of(1, world_size)[0]]
     equal = [torch.full((2, 9), token) for token in (3, 7, 9)[:world_size]]
     for batches in (drawn, equal, equal[:1] * world_size):
@@ -153,19 +153,19 @@ def test_few_rows_are_multiplied_by_the_experts_that_they_use(transposed: bool) 
     x = torch.randn(5, 128 if transposed else 256, generator=generator)
     numbers = torch.tensor([1, 1, 4, 6, 7])
     ends = torch.bincount(numbers, minlength=8).cumsum(0).to(torch.int32)
-    found = torch.ops.fsdpctl.quantized_experts(x, packed, ends, [8, 128, 256], transposed, "nf4")
+    result = torch.ops.fsdpctl.quantized_experts(x, packed, ends, [8, 128, 256], transposed, "nf4")
     expected = [
         row @ (exact[number] if transposed else exact[number].T)
         for row, number in zip(x, numbers.tolist(), strict=True)
     ]
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Path) -> None:
     save_decoder("qwen3_moe", tmp_path, hidden_size=64)
     plain = build_model(compose(tmp_path).model)
-    words = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
-    config = compose(tmp_path, *words, "train.seq_len=16")
+    args = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
+    config = compose(tmp_path, *args, "train.seq_len=16")
     module = build_model(config.model)
     assert quant_format_of(module) is NF4
     adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -174,17 +174,17 @@ def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Pa
     assert model_flops(config, module, CPU, 1).per_token > 4 * count_active_parameters(plain) // 2
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("args", "message"), [
     ("experts model.lora.rank=4", "rank=4: expected a multiple of 8 for adapters of experts"),
     ("experts model.lora.dropout=0.1", "dropout=0.1: not supported with adapters of experts"),
     ("expert.down_proj,experts", "expert.down_proj matches no linear layer"),
 ])  # fmt: skip
-def test_settings_that_adapters_of_experts_do_not_support_are_rejected(tmp_path, words, message):
+def test_settings_that_adapters_of_experts_do_not_support_are_rejected(tmp_path, args, message):
     save_decoder("qwen3_moe", tmp_path)
-    given = {"model.lora.rank": "8", **dict(each.split("=") for each in words.split()[1:])}
-    settings = [f"{name}={value}" for name, value in given.items()]
+    options = {"model.lora.rank": "8", **dict(each.split("=") for each in args.split()[1:])}
+    settings = [f"{name}={value}" for name, value in options.items()]
     with pytest.raises(UsageError, match=message):
-        build_model(compose(tmp_path, f"model.lora.targets={words.split()[0]}", *settings).model)
+        build_model(compose(tmp_path, f"model.lora.targets={args.split()[0]}", *settings).model)
 
 
 def test_blocks_that_two_experts_would_share_are_rejected(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_blocks_that_two_experts_would_share_are_rejected(tmp_path: Path) -> Non
 
 def test_layers_called_like_matrices_of_experts_leave_experts_as_they_are(tmp_path: Path) -> None:
     save_decoder("deepseek_v3", tmp_path)
-    words = ("model.lora.rank=8", "model.lora.targets=down_proj")
-    module = build_model(compose(tmp_path, *words).model)
+    args = ("model.lora.rank=8", "model.lora.targets=down_proj")
+    module = build_model(compose(tmp_path, *args).model)
     assert not any(isinstance(each, StackedExperts) for each in module.modules())
 
 
@@ -227,8 +227,8 @@ def test_only_parts_that_name_experts_select_their_matrices(tmp_path: Path) -> N
 
     def chosen(targets: str) -> set[str]:
         config = compose(tmp_path, "model.lora.rank=8", f"model.lora.targets={targets}")
-        found = (name for name, _ in build_model(config.model).named_parameters())
-        return {each.split(".")[-3] for each in found if ".expert_adapters." in each}
+        results = (name for name, _ in build_model(config.model).named_parameters())
+        return {each.split(".")[-3] for each in results if ".expert_adapters." in each}
 
     assert chosen("[shared_experts.gate_proj,down_proj]") == set()
     assert chosen("[down_proj,mlp.experts.gate_up_proj]") == {"gate_up_proj"}
@@ -237,11 +237,11 @@ def test_only_parts_that_name_experts_select_their_matrices(tmp_path: Path) -> N
 
 
 def test_names_of_peft_are_matrices_of_experts_or_layers(tmp_path: Path) -> None:
-    about = {
+    options = {
         "peft_type": "LORA", "target_modules": ["q_proj"],
         "target_parameters": ["down_proj", "mlp.experts.gate_up_proj", "mlp.up_proj.weight"],
     }  # fmt: skip
-    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(about))
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(options))
     targets = re.compile(adapter_settings(str(tmp_path))["model.lora.targets"])
     for name in (
         "a.q_proj",

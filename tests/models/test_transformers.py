@@ -35,8 +35,8 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def make_checkpoint(path: Path, words: Sequence[str] = ()) -> tuple[ShardedModel, CheckpointReader]:
-    known = {word.split("=")[0]: word for word in [*SMALL, *words]}
+def make_checkpoint(path: Path, args: Sequence[str] = ()) -> tuple[ShardedModel, CheckpointReader]:
+    known = {arg.split("=")[0]: arg for arg in [*SMALL, *args]}
     config = stored_config(compose_config(list(known.values())).config)
     model = make_model(config, torch.device("cpu"))
     return model, saved(model, config, path / "step-00000001", ByteTokenizer().files())

@@ -61,8 +61,8 @@ def rows() -> tuple[Tensor, Tensor]:
 def agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     largest = max(float(each.abs().max()) for each in theirs.values())
     for name, gradient in theirs.items():
-        found = ours.get(name, torch.zeros_like(gradient))
-        torch.testing.assert_close(found / largest, gradient / largest, rtol=0, atol=1e-6)
+        result = ours.get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(result / largest, gradient / largest, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_layers_that_backward_recomputes_see_the_same(family):
     """Another forward is between a forward and its backward."""
     _, module = pair(family, FAMILIES[family])
     tokens, targets = rows()
-    found = []
+    results = []
     for recomputes in (False, True):
         if recomputes:
             blocks = [module.get_submodule(name) for name in block_names(module)]
@@ -107,17 +107,17 @@ def test_layers_that_backward_recomputes_see_the_same(family):
         with torch.no_grad():
             module(tokens[:, :9])
         loss.backward()
-        found.append(gradients(module))
-    agree(*found)
+        results.append(gradients(module))
+    agree(*results)
 
 
 def test_dropout_of_attention_is_applied_in_training():
     _, module = pair("qwen3", {"attention_dropout": 0.5})
     tokens, _ = rows()
-    for about in ({}, {"documents": pack_documents(LENGTHS, CPU)}):
-        once, again = (module.train(True)(tokens, **about) for _ in range(2))
+    for options in ({}, {"documents": pack_documents(LENGTHS, CPU)}):
+        once, again = (module.train(True)(tokens, **options) for _ in range(2))
         assert not torch.equal(once, again)
-        once, again = (module.train(False)(tokens, **about) for _ in range(2))
+        once, again = (module.train(False)(tokens, **options) for _ in range(2))
         assert torch.equal(once, again)
 
 
@@ -131,9 +131,9 @@ def emulated(offsets: Tensor, window: int, scale: float, q: Tensor, k: Tensor) -
         yield slice(start, end), scores.masked_fill(~sees, -torch.inf)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *about: Any) -> Any:
+def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *options: Any) -> Any:
     """What the operator for CUDA is documented to return."""
-    *_, scale, (window, _), shares = about
+    *_, scale, (window, _), shares = options
     assert not shares
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
     for part, scores in emulated(offsets, window, scale, q, k):
@@ -143,10 +143,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *about: Any) -> An
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *about: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> Any:
     """The backward of Dao et al., FlashAttention, 2022, with the log-sum-exp that it is given."""
-    offsets, *_, scale, (window, _) = about
+    offsets, *_, scale, (window, _) = options
     assert lse.is_contiguous()
     dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
     for part, scores in emulated(offsets, window, scale, q, k):
@@ -169,12 +169,12 @@ def test_sinks_are_exact_with_a_kernel_that_has_none(monkeypatch, window):
     inputs = [each.requires_grad_() for each in (q, k, v, sinks)]
     offsets = pack_documents(((5, 1, 17, 25),), CPU).offsets
     mixed = varlen_attention_with_sinks(q, k, v, sinks, offsets, (32, window, 0.3))
-    found = torch.autograd.grad(mixed, inputs, gradient)
+    result = torch.autograd.grad(mixed, inputs, gradient)
     parts = []
     for part, scores in emulated(offsets, window, 0.3, q, k):
         every = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
         parts.append(torch.einsum("hqk,khd->qhd", every.softmax(-1)[..., :-1], v[part]))
     expected = torch.cat(parts)
     torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-12)
-    for one, other in zip(found, torch.autograd.grad(expected, inputs, gradient), strict=True):
+    for one, other in zip(result, torch.autograd.grad(expected, inputs, gradient), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

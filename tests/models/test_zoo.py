@@ -48,12 +48,12 @@ def test_models_of_transformers_train_as_in_one_process(rank, world_size, task, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task, family, said", [
+@pytest.mark.parametrize("task, family, error", [
     ("masked", "squeezebert", "computes with its weight, which is not gathered"),
     ("causal", "rwkv", "the module writes to its own parameters in forward"),
 ])  # fmt: skip
 @distributed(world_size=2)
-def test_unsupported_models_are_rejected(rank, world_size, task, family, said):
+def test_unsupported_models_are_rejected(rank, world_size, task, family, error):
     model = shard_model(make_tiny(task, family), "full_shard")
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=error):
         loss_of(model, batch_of(task, torch.Generator()))

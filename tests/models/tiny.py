@@ -69,19 +69,19 @@ _SMALL = {key: size for size, keys in _SIZES.items() for key in keys}
 
 def _sizes(config: hf.PreTrainedConfig) -> dict[str, Any]:
     """Words that make the like of a configuration, but tiny."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for key, value in vars(config).items():
         if isinstance(value, hf.PreTrainedConfig):
-            found[key] = _sizes(value)
+            results[key] = _sizes(value)
         elif key in _SMALL and type(value) is int:
-            found[key] = _SMALL[key]
+            results[key] = _SMALL[key]
         elif key in _LISTS and isinstance(value, list | tuple):
-            found[key] = [_LISTS[key]] * len(value)
+            results[key] = [_LISTS[key]] * len(value)
         elif key.endswith("_token_id") and type(value) is int:
-            found[key] = value % WORDS
-    if "kv_lora_rank" in found:
-        found["num_key_value_heads"] = HEADS
-    return found
+            results[key] = value % WORDS
+    if "kv_lora_rank" in results:
+        results["num_key_value_heads"] = HEADS
+    return results
 
 
 def make_tiny(task: str, family: str) -> nn.Module:

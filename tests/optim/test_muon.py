@@ -143,18 +143,18 @@ def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
         model = shard_model(kind.make(), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(model, lr=LR, **settings)
         train(model, optimizer, [of_ranks[rank] for of_ranks in batches], kind.loss)
-        found = model.state_dict()
+        state = model.state_dict()
         if number % world_size == rank:
             reference = partial(TorchMuon, **settings)
             wanted = train_reference(kind.make(), kind.loss, batches, make_optimizer=reference)
-            assert largest_difference(found, wanted) == 0.0, (sharding, name, window, options)
+            assert largest_difference(state, wanted) == 0.0, (sharding, name, window, options)
 
 
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
 def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
     batches = token_batches(4, world_size)
-    own = [of_ranks[rank] for of_ranks in batches]
+    rank_batches = [of_ranks[rank] for of_ranks in batches]
     plain = make_net(tied=True)
     wanted = train_reference(plain, next_token_loss, batches, make_optimizer=TorchMuon)
     ways = [
@@ -163,14 +163,14 @@ def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_pat
     for number, (strategy, owner_map) in enumerate(ways):
         model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(model, lr=LR)
-        train(model, optimizer, own[:2], next_token_loss)
+        train(model, optimizer, rank_batches[:2], next_token_loss)
         save_checkpoint(tmp_path / f"{number}", model, optimizer)
         assert "momentum_buffer" in {key for _, states in optimizer.span_states() for key in states}
         strategy, owner_map = ways[number - 1]
         again = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(again, lr=LR)
         load_checkpoint(tmp_path / f"{number}", again, optimizer)
-        train(again, optimizer, own[2:], next_token_loss)
+        train(again, optimizer, rank_batches[2:], next_token_loss)
         assert largest_difference(again.state_dict(), wanted) == 0.0
 
 
@@ -212,19 +212,19 @@ def test_matrices_go_whole_to_ranks_with_like_work() -> None:
         assert max(work) <= sum(work) / ranks + largest
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("args", "error"), [
     (["strategy=full_shard"], "expected shard_optimizer or no_shard"),
     (["strategy.owner_map=even"], "expected matrices, round_robin or contiguous"),
     (["engine=fsdp2", "strategy=full_shard"], "optimizer=muon: requires engine=fsdpctl"),
     (["model.lora.rank=4"], "use optimizer=adamw"),
     (["optimizer=sgd", "optimizer.nesterov=false"], "only valid with optimizer=muon"),
 ])  # fmt: skip
-def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> None:
-    given = {word.split("=")[0] for word in words}
+def test_what_muon_cannot_do_is_rejected_first(args: list[str], error: str) -> None:
+    options = {arg.split("=")[0] for arg in args}
     usual = {"optimizer": "muon", "strategy": "shard_optimizer", "launch.nproc_per_node": "2"}
-    usual_words = [f"{name}={value}" for name, value in usual.items() if name not in given]
-    config = compose_config([*words, *usual_words]).config
-    with pytest.raises(UsageError, match=said):
+    usual_words = [f"{name}={value}" for name, value in usual.items() if name not in options]
+    config = compose_config([*args, *usual_words]).config
+    with pytest.raises(UsageError, match=error):
         validate(assign_ranks(config))
 
 

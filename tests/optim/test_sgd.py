@@ -79,24 +79,26 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
     assert not any(each.any() for each in momenta)
 
 
-@pytest.mark.parametrize(("dtype", "split", "said"), [
+@pytest.mark.parametrize(("dtype", "split", "error"), [
     (torch.float16, False, "16 bits on a CPU"), (torch.bfloat16, False, "16 bits on a CPU"),
     (torch.bfloat16, True, "24 bits"),
 ])  # fmt: skip
-def test_masters_of_other_than_32_bits_are_rejected(dtype, split, said):
+def test_masters_of_other_than_32_bits_are_rejected(dtype, split, error):
     precision = Precision(torch.bfloat16, torch.float32, dtype, has_remainders=split)
     model = shard_model(make_net(tied=False), precision=precision)
-    with pytest.raises(UsageError, match=f"ShardedSGD: master weights of {said} are not supported"):
+    with pytest.raises(
+        UsageError, match=f"ShardedSGD: master weights of {error} are not supported"
+    ):
         ShardedSGD(model, lr=LR)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("args", "error"), [
     ("optimizer=sgd", "optimizer.lr=auto: not supported with optimizer=sgd"),
     ("optimizer=sgd optimizer.lr=0.1 optimizer.beta1=0.8", "only valid with optimizer=adamw"),
     ("optimizer.momentum=0.5", "only valid with optimizer=sgd"),
     ("optimizer=sgd optimizer.lr=0.1 precision=bf16_true launch.device=cpu",
      "master_dtype=bfloat16: .*; set precision.master_dtype=float32"),
 ])  # fmt: skip
-def test_options_of_other_optimizers_are_rejected(words, said):
-    with pytest.raises(UsageError, match=said):
-        validate(assign_ranks(compose_config(words.split()).config))
+def test_options_of_other_optimizers_are_rejected(args, error):
+    with pytest.raises(UsageError, match=error):
+        validate(assign_ranks(compose_config(args.split()).config))

@@ -48,7 +48,7 @@ class Net(nn.Module):
         return logits.square().mean()
 
 
-def made(strategy: str, kind: str = "int8") -> tuple[ShardedModel, ShardedAdamW]:
+def make_model(strategy: str, kind: str = "int8") -> tuple[ShardedModel, ShardedAdamW]:
     """Return a model and its optimizer: with "int8" moments, or "24-bit" weights, or both."""
     bf16, owners = torch.bfloat16, strategy.partition(" ")[2] or "even"
     precision = Precision()
@@ -87,10 +87,10 @@ def save(model: ShardedModel, optimizer: ShardedAdamW, folder: Path) -> dict[str
     return whole_tensors(folder)
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(result[key], value), key
 
 
 EXPECTED = {  # of the tensors of a large matrix
@@ -106,12 +106,12 @@ MANY = [*FEW, "shard_grad_op", *(f"shard_optimizer {each}" for each in OWNER_MAP
 @in_turn(kind=list(EXPECTED))
 def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies: list[str]) -> None:
     """Sharded and unsharded parameters have the same bits of weights, codes and scales."""
-    found = []
+    results = []
     for strategy in strategies if world_size > 1 else FEW:
-        model, optimizer = made(strategy, kind)
+        model, optimizer = make_model(strategy, kind)
         losses = train(model, optimizer, range(STEPS))
-        found.append((losses, save(model, optimizer, folder / f"{strategy} {kind}")))
-    (losses, expected), *others = found
+        results.append((losses, save(model, optimizer, folder / f"{strategy} {kind}")))
+    (losses, expected), *others = results
     names = {key.partition("/")[0] for key in expected if key.endswith("/layers.1.weight")}
     assert names > EXPECTED[kind]
     assert "exp_avg/head.weight" in expected  # too small for codes
@@ -127,7 +127,7 @@ def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies:
 @in_turn(kind=list(EXPECTED))
 def go_on(rank: int, world_size: int, folder: Path, kind: str) -> None:
     """A checkpoint of other ranks is loaded and saved again without a change."""
-    model, optimizer = made("full_shard", kind)
+    model, optimizer = make_model("full_shard", kind)
     load_into(CheckpointReader(folder / f"no_shard {kind}"), model, optimizer)
     again = save(model, optimizer, folder / f"again-{world_size} {kind}")
     assert_same(again, whole_tensors(folder / f"no_shard {kind}"))
@@ -148,10 +148,10 @@ def test_bits_do_not_depend_on_ranks(tmp_path, ranks, strategies, others):
 @in_turn(kind=list(EXPECTED), strategy=["full_shard", "shard_optimizer"])
 def train_same(rank: int, world_size: int, folder: Path, kind: str, strategy: str) -> None:
     """Means of equal gradients over a power of two are exact."""
-    model, optimizer = made(strategy, kind)
+    model, optimizer = make_model(strategy, kind)
     losses = train(model, optimizer, range(STEPS), alike=True)
-    found = save(model, optimizer, folder / f"{world_size} {strategy} {kind}")
-    assert_same(found, whole_tensors(folder / f"1 {strategy} {kind}"))
+    result = save(model, optimizer, folder / f"{world_size} {strategy} {kind}")
+    assert_same(result, whole_tensors(folder / f"1 {strategy} {kind}"))
     file = folder / f"losses {strategy} {kind}"
     if world_size == 1:
         file.write_text(str(losses))
@@ -184,8 +184,8 @@ def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
             continue
         scales = coded[f"{kind}.scales/{name}"].float().repeat_interleave(64)[: value.numel()]
         root = kind == "exp_avg_sq"
-        wanted, found = (each.sqrt() if root else each for each in (value, last[key]))
-        assert ((found - wanted).abs().view(-1) <= scales / 64).all(), key
+        wanted, results = (each.sqrt() if root else each for each in (value, last[key]))
+        assert ((results - wanted).abs().view(-1) <= scales / 64).all(), key
         assert not torch.equal(last[key], value)
         assert ((codes != 0) == (last[key] != 0)).all()
 
@@ -197,15 +197,15 @@ def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
 ])  # fmt: skip
 @distributed(world_size=2, timeout=300)
 def test_fused_steps_have_the_same_bits_and_few_graphs(rank, world_size, tmp_path, kind, backend):
-    found = []
+    results = []
     for name, strategy in (("eager", "full_shard"), ("fused", "full_shard"), ("all", "no_shard")):
-        model, optimizer = made(strategy, kind)
+        model, optimizer = make_model(strategy, kind)
         is_fused = nullcontext() if name == "eager" else fused_by(backend)
         with is_fused as graphs:
             losses = train(model, optimizer, range(STEPS))
             assert graphs is None or 1 <= graphs() <= 1 + ("int8" in kind)
-        found.append((losses, save(model, optimizer, tmp_path / name)))
-    (losses, expected), *others = found
+        results.append((losses, save(model, optimizer, tmp_path / name)))
+    (losses, expected), *others = results
     for other_losses, other in others:
         assert other_losses == losses
         assert_same(other, expected)
@@ -230,26 +230,26 @@ def test_codes_stay_near_their_numbers(kind):
     values = numbers(kind)
     for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
         signed = dtype == torch.int8
-        given = values if signed else values.abs()  # square roots of the second moment
-        moment = get_moment(new_moment(name, len(given), given, dtype), name)
-        moment.write(given.clone(), torch.empty_like(given))
-        found = torch.empty_like(given)
-        moment.read(found, torch.empty_like(given))
-        found = found if signed else found.sqrt()
+        inputs = values if signed else values.abs()  # square roots of the second moment
+        moment = get_moment(new_moment(name, len(inputs), inputs, dtype), name)
+        moment.write(inputs.clone(), torch.empty_like(inputs))
+        result = torch.empty_like(inputs)
+        moment.read(result, torch.empty_like(inputs))
+        result = result if signed else result.sqrt()
         assert moment.scales is not None
         scales = moment.scales.float().repeat_interleave(64)
-        blocks = given.view(-1, 64).abs().amax(1).repeat_interleave(64)
-        assert torch.isfinite(found).all()
+        blocks = inputs.view(-1, 64).abs().amax(1).repeat_interleave(64)
+        assert torch.isfinite(result).all()
         assert (scales >= blocks).all()
         assert (scales <= blocks * 1.01 + 1e-38).all() or kind == "denormal"
         if kind != "denormal":
-            assert ((found - given).abs() <= scales / 64).all()
+            assert ((result - inputs).abs() <= scales / 64).all()
         if not signed:
-            assert ((moment.values > 0) == (given > 0)).all() or kind == "denormal"
+            assert ((moment.values > 0) == (inputs > 0)).all() or kind == "denormal"
 
 
 def test_a_skipped_step_changes_nothing():
-    model, optimizer = made("full_shard")
+    model, optimizer = make_model("full_shard")
     train(model, optimizer, range(2))
     before = {
         (number, name): value.clone()
@@ -267,7 +267,7 @@ def test_a_skipped_step_changes_nothing():
 
 def test_no_update_exceeds_adams_bound():
     betas = (0.9, 0.95)
-    model, optimizer = made("full_shard")
+    model, optimizer = make_model("full_shard")
     ratio = betas[0] ** 2 / betas[1]
     before = model.state_dict()
     for step in range(1, 9):

@@ -25,10 +25,10 @@ def test_the_micro_batch_follows_from_the_number_of_steps():
     assert (plan.micro_batch_size, plan.num_micro_batches) == (2, 4)
 
 
-@pytest.mark.parametrize(("samples", "ranks", "more", "word"), [
+@pytest.mark.parametrize(("samples", "ranks", "more", "arg"), [
     (3, 4, {}, "global_batch_size=3"), (8, 2, {"micro_batch_size": 5}, "micro_batch_size=5"),
     (8, 2, {"micro_batch_size": 2, "num_micro_batches": 3}, "accumulation.steps=3"),
 ])  # fmt: skip
-def test_conflicting_sizes_are_rejected(samples, ranks, more, word):
-    with pytest.raises(UsageError, match=word):
+def test_conflicting_sizes_are_rejected(samples, ranks, more, arg):
+    with pytest.raises(UsageError, match=arg):
         plan_batches(samples, ranks, **more)

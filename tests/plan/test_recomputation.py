@@ -37,15 +37,15 @@ def test_numbers_of_blocks_have_one_spelling(text, same):
     assert normalize_blocks(text) == same
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("full", "expected numbers of blocks such as"), ("full:0", "expected numbers of blocks"),
     ("full:-1", "expected numbers"), ("full:1.5", "expected numbers"), ("full:²", "expected numb"),
     ("selectiv:2", "did you mean selective?"), ("none:2", "with offload, full, selective"),
     ("selective:1,full:2", "full after selective; expected the order offload, full, selective"),
     ("full:1,full:2", "full after full"), ("full:1,", "expected numbers"), ("", "expected numb"),
 ])  # fmt: skip
-def test_a_wrong_number_of_blocks_is_one_line(text, said):
-    with pytest.raises(UsageError, match=said) as error:
+def test_a_wrong_number_of_blocks_is_one_line(text, message):
+    with pytest.raises(UsageError, match=message) as error:
         normalize_blocks(text)
     assert str(error.value).startswith(f"activation_checkpointing.blocks={text}: ")
 

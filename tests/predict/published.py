@@ -57,7 +57,7 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
     of three. Steps below 1.7 s are left out, because they have one digit.
     """
     layers, width, inner, heads, vocabulary = shape
-    words = (
+    args = (
         f"model=llama2_7b model.vocab_size={vocabulary} model.num_layers={layers} "
         f"model.hidden_size={width} model.intermediate_size={inner} model.num_heads={heads} "
         f"model.num_kv_heads={heads} model.overrides.attention_bias=true model.max_seq_len=8192 "
@@ -68,7 +68,7 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
     return [
         Step(
             f"Qwen-{name}, {kind}, 1 A100, {length:,} tokens",
-            f"{words} train.seq_len={length}",
+            f"{args} train.seq_len={length}",
             round(8 * length / of_step, 1),
             "QwenLM/Qwen README, 2024",
         )
@@ -78,15 +78,15 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
 
 def _mosaic(on_card: dict[str, str], rows: str) -> list[Step]:
     """Return steps of rows: card, model, tokens, micro-batch x passes, recomputation, tokens/s."""
-    found = []
+    results = []
     for row in rows.split("; "):
         card, name, length, batch, recomputes, speed = row.split()
         micro, passes = map(int, batch.split("x"))
-        words = f"{_mpt(*_SHAPES[name], seq_len=int(length))} {on_card[card]}"
-        words += f" {_FULL if recomputes == 'AC' else ''} {_batch(micro, 8, passes)}"
+        args = f"{_mpt(*_SHAPES[name], seq_len=int(length))} {on_card[card]}"
+        args += f" {_FULL if recomputes == 'AC' else ''} {_batch(micro, 8, passes)}"
         title = f"MPT-{name}, 8 {card}, {int(length):,} tokens"
-        found.append(Step(title, words, float(speed), _MOSAIC))
-    return found
+        results.append(Step(title, args, float(speed), _MOSAIC))
+    return results
 
 
 # FlashAttention 1 (flash-attn==1.0.9 in its setup.py), of which the paper of version 2 says at most
@@ -108,17 +108,17 @@ _LONG = (
 
 
 def _hub(
-    model: str, ranks: int, length: int, words: str, speed: float, used: float | None = None, *,
+    model: str, ranks: int, length: int, args: str, speed: float, used: float | None = None, *,
     more: str = "",
 ) -> Step:  # fmt: skip
     """Return a step with one sample per H100, recomputed, reduced in bf16 as by accelerate."""
-    words = (
+    args = (
         f"model=hf model.path=Qwen/{model} model.init=random engine=fsdp2 cluster=h100 "
         f"launch.nproc_per_node=8 launch.nnodes={ranks // 8} precision.reduce_dtype=bfloat16 "
-        f"train.seq_len={length} {_FULL} {_batch(1, ranks)} {words}"
+        f"train.seq_len={length} {_FULL} {_batch(1, ranks)} {args}"
     )
     tokens = "" if model == _30B else f", {length:,} tokens"
-    return Step(f"{model}, {ranks} H100{tokens}{more}", words, speed, _TRL, used=used)
+    return Step(f"{model}, {ranks} H100{tokens}{more}", args, speed, _TRL, used=used)
 
 
 _TRL = "huggingface/trl benchmark-sft-moe, 2026"  # without its rows with CP, SP or EP
@@ -144,7 +144,7 @@ _HUB = (
 
 def _on_host(length: int, speed: float) -> Step:
     """Return a step of an 8B on 8 H200: ZeRO-3, DeepSpeed's optimizer on an unnamed host CPU."""
-    words = (
+    args = (
         f"model=llama3_8b model.max_seq_len={length} strategy=zero3 cluster=h200 {_FLASH3} "
         f"train.seq_len={length} strategy.offload=states,gradients "
         f"precision.reduce_dtype=bfloat16 {_FULL} "
@@ -152,22 +152,22 @@ def _on_host(length: int, speed: float) -> Step:
     )
     differs = "steps on the host after backward" if length < 1 << 16 else ""
     name = f"8B, 8 H200, states on the host, {length:,} tokens"
-    return Step(name, words, speed, "ml-engineering insights, 2026", differs)
+    return Step(name, args, speed, "ml-engineering insights, 2026", differs)
 
 
 _ON_HOST = {8192: 2739, 32768: 4576, 65536: 4049, 131072: 2836, 196608: 2114, 262144: 1668}
 
 
-def _answer(name: str, model: str, words: str, micro: int, seconds: float, differs: str) -> Step:
+def _answer(name: str, model: str, args: str, micro: int, seconds: float, differs: str) -> Step:
     """Return a step of 1,024 samples, adapters on two RTX 4090: FSDP 1, reentrant checkpoints."""
     targets = "q_proj,k_proj,v_proj,gate_proj,up_proj,down_proj"
-    words = (
-        f"{model} {words} model.lora.rank=64 model.lora.dropout=0.1 model.lora.targets={targets} "
+    args = (
+        f"{model} {args} model.lora.rank=64 model.lora.dropout=0.1 model.lora.targets={targets} "
         f"precision=bf16_true {_WHOLE} {_FLASH2} cluster=2xrtx4090 train.seq_len=2048 {_FULL} "
         f"{_batch(micro, 2)}"
     )
     speed = round(1024 * 2048 / 2 / seconds, 1)
-    return Step(f"{name}, 2 RTX 4090", words, speed, "AnswerDotAI/fsdp_qlora, 2024", differs)
+    return Step(f"{name}, 2 RTX 4090", args, speed, "AnswerDotAI/fsdp_qlora, 2024", differs)
 
 
 _7B, _NF4, _ALL = "model=llama2_7b", "model.base_dtype=nf4", "strategy=no_shard"

@@ -50,35 +50,35 @@ def _hub(model: str, length: int, micro: int, ranks: int, recomputes: str) -> st
     )
 
 
-def _eight(label: str, model: str, words: str, rows: str, recomputes: str = "full") -> list[Step]:
+def _eight(label: str, model: str, args: str, rows: str, recomputes: str = "full") -> list[Step]:
     """Return the steps of `rows` on 8 B300."""
-    found = []
+    results = []
     name = f"{model.split('/')[1]}, 8 B300, {label}"
     for row in rows.split("; "):
         length, micro, speed, *allocated = row.split()
-        about = _hub(model, int(length), int(micro), 8, recomputes)
+        options = _hub(model, int(length), int(micro), 8, recomputes)
         longest = f" model.max_seq_len={length}" if int(length) > 40960 and model == _30B else ""
         gib = float(allocated[0]) if allocated and allocated[0] != "-" else None
         differs = _SLOWER if rows == _Z3 and length == "4096" and micro != "1" else ""
         title = f"{name}, {micro} x {int(length):,} tokens"
         title += "" if recomputes == "full" else ", not recomputed"
-        about = f"{about} cluster=8xb300 {words}{longest}"
-        found.append(Step(title, about, float(speed), _HALO, differs, allocated=gib))
-    return found
+        options = f"{options} cluster=8xb300 {args}{longest}"
+        results.append(Step(title, options, float(speed), _HALO, differs, allocated=gib))
+    return results
 
 
 def _alone(row: str) -> Step:
     size, length, micro, recomputes, speed = row.split()
-    words = f"{_hub(f'Qwen/Qwen3-{size}', int(length), int(micro), 1, recomputes)} cluster=1xb300"
+    args = f"{_hub(f'Qwen/Qwen3-{size}', int(length), int(micro), 1, recomputes)} cluster=1xb300"
     name = f"Qwen3-{size}, 1 B300, {micro} x {int(length):,} tokens"
-    return Step(name, f"{words} {_FUSED}", float(speed), _HALO_1)
+    return Step(name, f"{args} {_FUSED}", float(speed), _HALO_1)
 
 
-def _four(name: str, words: str, compiled: float, eager: float, differs: str = "") -> list[Step]:
-    words = f"{words} cluster=gb200 launch.nproc_per_node=4"
+def _four(name: str, args: str, compiled: float, eager: float, differs: str = "") -> list[Step]:
+    args = f"{args} cluster=gb200 launch.nproc_per_node=4"
     return [
-        Step(f"{name}, 4 GB200, compiled", f"{words} train.compile=true", compiled, _SYMMETRIC),
-        Step(f"{name}, 4 GB200, eager", words, eager, _SYMMETRIC, differs),
+        Step(f"{name}, 4 GB200, compiled", f"{args} train.compile=true", compiled, _SYMMETRIC),
+        Step(f"{name}, 4 GB200, eager", args, eager, _SYMMETRIC, differs),
     ]
 
 

@@ -42,14 +42,14 @@ def random_config(
     while True:
         shared = draw.choice([1, 1, *(n for n in (2, 3, 4) if on_gloo and ranks % n == 0)])
         shares = str(on_gloo and draw.random() < 0.5).lower()
-        words = [
+        args = [
             *_run(draw, ranks, shared, shares), *_model(draw), *_sharding(draw, ranks, strategies),
         ]  # fmt: skip
-        words += [*_long(draw), *optimizer]
+        args += [*_long(draw), *optimizer]
         if on_gloo and draw.random() < 0.6:
-            words += [f"strategy.offload={draw.choice(OFFLOADS)}"]
+            args += [f"strategy.offload={draw.choice(OFFLOADS)}"]
         try:
-            config = stored_config(validate(assign_ranks(compose_config(words).config)))
+            config = stored_config(validate(assign_ranks(compose_config(args).config)))
             check_trained_params(config, module_units(make_module(config), None))
         except UsageError:
             continue
@@ -59,7 +59,7 @@ def random_config(
 def _run(draw: random.Random, ranks: int, shared: int, shares: str) -> list[str]:
     steps, micro = draw.choice([1, 1, 2, 3, 4]), draw.choice([1, 2, 3])
     length = draw.choice([16, 33, 64, 128])
-    words = [
+    args = [
         f"launch.nproc_per_node={ranks}", "launch.device=cpu", f"launch.share_memory={shares}",
         f"prefetch={draw.choice(['none', 'backward', 'both'])}",
         f"precision={draw.choice(['fp32', 'bf16', 'bf16_true'])}",
@@ -71,27 +71,27 @@ def _run(draw: random.Random, ranks: int, shared: int, shares: str) -> list[str]
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
     ]  # fmt: skip
     if draw.random() < 0.3:
-        words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
+        args += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
     if draw.random() < 0.3 and length >= 64:  # masks of short ones depend on their lengths
-        words += ["data=chat"]  # packed sequences of several documents
+        args += ["data=chat"]  # packed sequences of several documents
     if draw.random() < 0.3:
-        words += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
-    return words
+        args += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
+    return args
 
 
 def _long(draw: random.Random) -> list[str]:
     """Draw settings for long samples."""
-    words = []
+    args = []
     if draw.random() < 0.3:
-        words += ["activation_checkpointing.offload=true"]
+        args += ["activation_checkpointing.offload=true"]
     if draw.random() < 0.3:
-        words += [f"train.mlp_chunk_tokens={draw.choice([10, 40])}"]
-    return words
+        args += [f"train.mlp_chunk_tokens={draw.choice([10, 40])}"]
+    return args
 
 
 def _model(draw: random.Random) -> list[str]:
     heads, arch = draw.choice([1, 2, 4]), draw.choice(ARCHITECTURES)
-    words = [
+    args = [
         "model=gpt2" if arch == "gpt2" else f"model.overrides.model_type={arch}",
         f"model.num_layers={draw.randint(1, 9)}",
         f"model.hidden_size={heads * draw.choice([16, 32, 48])}",
@@ -101,27 +101,27 @@ def _model(draw: random.Random) -> list[str]:
         f"model.overrides.tie_word_embeddings={draw.choice(['true', 'false'])}",
     ]  # fmt: skip
     if arch == "mistral" and draw.random() < 0.5:
-        words += ["model.overrides.sliding_window=20"]
+        args += ["model.overrides.sliding_window=20"]
     part = draw.random()
     if part < 0.15:
-        words += [f"model.trainable={draw.choice(TRAINABLE)}"]
+        args += [f"model.trainable={draw.choice(TRAINABLE)}"]
     elif part < 0.4:
         targets = ["all_linear", "mlp", "c_attn" if arch == "gpt2" else "q_proj|v_proj", r"\.0\."]
-        words += [
+        args += [
             f"model.lora.rank={draw.choice([1, 4, 8])}",
             f"model.lora.dropout={draw.choice([0, 0, 0.1])}",
             f"model.lora.targets={draw.choice(targets)}",
             f"model.base_dtype={draw.choice(['auto', 'nf4', 'int8', 'float32'])}",
         ]
-    return words
+    return args
 
 
 def _sharding(draw: random.Random, ranks: int, strategies: Sequence[str]) -> list[str]:
     strategy = draw.choice(strategies)
-    words = [f"strategy={strategy}"]
+    args = [f"strategy={strategy}"]
     if STRATEGIES[strategy].has_owner_map and ranks > 1:
-        words += [f"strategy.owner_map={draw.choice(['auto', *OWNER_MAPS])}"]
+        args += [f"strategy.owner_map={draw.choice(['auto', *OWNER_MAPS])}"]
     if STRATEGIES[strategy].replicates:
         sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        words += [f"strategy.dp_shard_size={draw.choice(sizes[1:-1] or sizes)}"]
-    return words
+        args += [f"strategy.dp_shard_size={draw.choice(sizes[1:-1] or sizes)}"]
+    return args

@@ -55,8 +55,8 @@ def check(rank: int, ranks: int, family: str, path: Path, chosen: list[str], **s
     if rank == 0:
         save_decoder(family, path, vocab_size=1000, **sizes)
     collectives_for(torch.device("cpu")).barrier()
-    words = [f"launch.nproc_per_node={ranks}", f"train.global_batch_size={2 * ranks}"]
-    config = stored_config(validate(assign_ranks(compose(path, *WORDS, *words, *chosen))))
+    args = [f"launch.nproc_per_node={ranks}", f"train.global_batch_size={2 * ranks}"]
+    config = stored_config(validate(assign_ranks(compose(path, *WORDS, *args, *chosen))))
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))

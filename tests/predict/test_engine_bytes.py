@@ -113,9 +113,9 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
 WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=false"]
 
 
-def of_config(*words: str) -> EnginePeak:
+def of_config(*args: str) -> EnginePeak:
     """Return the engine's memory on the fullest rank."""
-    plan = make_run_plan(prepare(compose_config([*WORDS, *words]), ESTIMATE_ROLE).config)
+    plan = make_run_plan(prepare(compose_config([*WORDS, *args]), ESTIMATE_ROLE).config)
     units = module_units(build_model(plan.config.model), None)
     return engine_peak(plan_training(plan.config, units, plan.batches.num_micro_batches))
 
@@ -132,17 +132,17 @@ def test_every_strategy_shards_as_specified():
 
 
 def test_owner_maps_count_for_the_strategy_that_has_one():
-    words = ["strategy=shard_optimizer", "launch.nproc_per_node=4"]
-    uneven = of_config(*words, "strategy.owner_map=round_robin").breakdown
+    args = ["strategy=shard_optimizer", "launch.nproc_per_node=4"]
+    uneven = of_config(*args, "strategy.owner_map=round_robin").breakdown
     states = Category.OPTIMIZER_STATES
-    assert uneven[states] > of_config(*words).breakdown[states]
+    assert uneven[states] > of_config(*args).breakdown[states]
 
 
 def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
-    words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
-    words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
-    words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
-    config = make_run_plan(prepare(compose_config([*WORDS, *words]), ESTIMATE_ROLE).config).config
+    args = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
+    args += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
+    args += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
+    config = make_run_plan(prepare(compose_config([*WORDS, *args]), ESTIMATE_ROLE).config).config
     plan = plan_training(config, module_units(build_model(config.model), None), 4)
     peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
-    assert of_config(*words).peak_bytes == max(peaks)
+    assert of_config(*args).peak_bytes == max(peaks)

@@ -41,18 +41,18 @@ SYNCING = [name for name in SHARDING if STRATEGIES[name].syncs_params]
 PREDICTOR = Estimator()
 
 
-def planned(words: str) -> RunPlan:
-    named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
+def planned(args: str) -> RunPlan:
+    named = {arg.partition("=")[0]: arg for arg in (*SMALL.split(), *args.split())}
     return make_run_plan(prepare(compose_config(list(named.values())), ESTIMATE_ROLE).config)
 
 
-def predicted(words: str) -> StepPrediction:
-    return PREDICTOR.predict(planned(words))
+def predicted(args: str) -> StepPrediction:
+    return PREDICTOR.predict(planned(args))
 
 
-def owned(words: str) -> list[int]:
+def owned(args: str) -> list[int]:
     """Return the elements of each unit that a rank steps, in the order of the forward."""
-    run = planned(words)
+    run = planned(args)
     plan = plan_training(run.config, PREDICTOR.traced_model(run.config).units, 1).step_plan
     return [
         sum(plan.master_span(each).numel for each in plan.layouts[unit])
@@ -92,105 +92,107 @@ def on_host(monkeypatch: pytest.MonkeyPatch, host: Host, device: Free, network: 
 @pytest.mark.parametrize("strategy", SHARDING)
 @pytest.mark.parametrize("offload", ["states", "states,gradients"])
 def test_a_host_that_takes_no_time_costs_nothing(strategy, offload, monkeypatch):
-    words = f"cluster=h100 strategy={strategy}"
+    args = f"cluster=h100 strategy={strategy}"
     on_host(monkeypatch, Host(), Even(), Instant())
-    found = predicted(f"{words} strategy.offload={offload}")
-    assert found.seconds == pytest.approx(predicted(words).seconds, rel=1e-9)
+    prediction = predicted(f"{args} strategy.offload={offload}")
+    assert prediction.seconds == pytest.approx(predicted(args).seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", SHARDING)
 def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strategy, monkeypatch):
-    words = f"cluster=h100 strategy={strategy}"
-    numel = owned(words)
+    args = f"cluster=h100 strategy={strategy}"
+    numel = owned(args)
     assert len(numel) == 5  # the root and four blocks
     # AdamW reads and writes 8 * 4 bytes, and the cast writes 2. Copies read 2 bytes and write 4.
     host = Host(down=4e9, steps=40e9, up=2e12)  # an element takes 1 ns, 1 ns, and 1 ps
     on_host(monkeypatch, host, Free(), Instant())
-    found = predicted(f"{words} strategy.offload=states")
+    prediction = predicted(f"{args} strategy.offload=states")
     done = [0.0]  # a gradient arrives while the step of the previous unit runs
     arrived: list[float] = []
     for number, count in enumerate(numel):
         begin = max(arrived[-1] if arrived else 0.0, done[max(0, number - 1)])
         arrived.append(begin + count * 1e-9)
         done.append(max(done[-1], arrived[-1]) + count * 1e-9)
-    assert found.seconds == pytest.approx(done[-1] + numel[-1] * 1e-12, rel=1e-6)
-    assert found.simulated.seconds_by_phase["optimizer"] == pytest.approx(found.seconds)
+    assert prediction.seconds == pytest.approx(done[-1] + numel[-1] * 1e-12, rel=1e-6)
+    assert prediction.simulated.seconds_by_phase["optimizer"] == pytest.approx(prediction.seconds)
     # Gradients that are offloaded during backward have arrived: 36 bytes per element are left.
     host = Host(steps=36e9)
     on_host(monkeypatch, host, Free(), Instant())
-    found = predicted(f"{words} strategy.offload=states,gradients")
-    assert found.seconds == pytest.approx(sum(numel) * 1e-9, rel=1e-6)
+    prediction = predicted(f"{args} strategy.offload=states,gradients")
+    assert prediction.seconds == pytest.approx(sum(numel) * 1e-9, rel=1e-6)
 
 
 def test_units_come_from_the_host_one_after_another_behind_the_computation(monkeypatch):
-    words = "cluster=h100 model.lora.rank=2 strategy.offload=params prefetch=both"
+    args = "cluster=h100 model.lora.rank=2 strategy.offload=params prefetch=both"
     on_host(monkeypatch, Host(), Even(), Instant())
-    free = predicted(words)
-    assert free.seconds == pytest.approx(predicted(words.replace("true", "false")).seconds)
+    free = predicted(args)
+    assert free.seconds == pytest.approx(predicted(args.replace("true", "false")).seconds)
     on_host(monkeypatch, Host(up=1e6), Free(), Instant())
-    found = predicted(words)
-    copies = spans(found.simulated, UP)
+    prediction = predicted(args)
+    copies = spans(prediction.simulated, UP)
     # The root and four blocks; two blocks again, which no unshard buffer has when backward begins.
     assert [each.label.split()[-1] for each in copies[:2]] == ["root", "model.layers.0"]
     assert len(copies) == 7
-    assert found.seconds == pytest.approx(found.simulated.sent_bytes[UP] / 1e6, rel=1e-6)
+    assert prediction.seconds == pytest.approx(prediction.simulated.sent_bytes[UP] / 1e6, rel=1e-6)
     on_host(monkeypatch, Host(up=1e12), Even(), Instant())
-    assert predicted(words).seconds == pytest.approx(free.seconds, rel=1e-3)
+    assert predicted(args).seconds == pytest.approx(free.seconds, rel=1e-3)
 
 
 def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch):
-    words = "cluster=h100 strategy=full_shard"
-    numel = owned(words)
+    args = "cluster=h100 strategy=full_shard"
+    numel = owned(args)
     on_host(monkeypatch, Host(steps=36e9, up=2e6), Free(), Instant())
-    found = predicted(f"{words} strategy.offload=states,gradients")
-    ups = [each.end for each in spans(found.simulated, UP)]
-    assert [each.start for each in spans(found.simulated, STEPS)][2:] == pytest.approx(ups[:-2])
-    assert found.seconds == pytest.approx(sum(numel) * 1e-6, rel=1e-3)
+    prediction = predicted(f"{args} strategy.offload=states,gradients")
+    ups = [each.end for each in spans(prediction.simulated, UP)]
+    assert [each.start for each in spans(prediction.simulated, STEPS)][2:] == pytest.approx(
+        ups[:-2]
+    )
+    assert prediction.seconds == pytest.approx(sum(numel) * 1e-6, rel=1e-3)
 
 
-def forwards_of(found: StepPrediction) -> list[TimelineSpan]:
-    computed = spans(found.simulated, COMPUTE)
+def forwards_of(result: StepPrediction) -> list[TimelineSpan]:
+    computed = spans(result.simulated, COMPUTE)
     return [each for each in computed if each.label.startswith("forward")]
 
 
 def test_a_unit_waits_for_its_own_result_only(monkeypatch):
-    words = "cluster=h100 strategy=full_shard prefetch=none strategy.offload=states,gradients"
+    args = "cluster=h100 strategy=full_shard prefetch=none strategy.offload=states,gradients"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1e-7), Instant())
-    found = predicted(words)
-    results = [each.end for each in spans(found.simulated, UP)]
-    forwards = forwards_of(found)
-    ends = [0.0, *(each.end for each in spans(found.simulated, COMPUTE))]
+    prediction = predicted(args)
+    results = [each.end for each in spans(prediction.simulated, UP)]
+    forwards = forwards_of(prediction)
+    ends = [0.0, *(each.end for each in spans(prediction.simulated, COMPUTE))]
     for result, forward in zip(results[1:], forwards, strict=True):
         before = max(end for end in ends if end <= forward.start + 1e-12)
         assert forward.start == pytest.approx(max(result, before), rel=1e-9)
     assert forwards[0].start < results[2]
     # The gather of the next unit waits before a unit computes.
-    found = predicted(f"{words} prefetch=both")
-    results = [each.end for each in spans(found.simulated, UP)]
-    forwards = forwards_of(found)
+    prediction = predicted(f"{args} prefetch=both")
+    results = [each.end for each in spans(prediction.simulated, UP)]
+    forwards = forwards_of(prediction)
     assert results[2] <= forwards[0].start < results[3]
 
 
 @pytest.mark.parametrize("strategy", SYNCING)
 def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, monkeypatch):
-    words = f"cluster=h100 strategy={strategy} launch.nnodes=2 train.global_batch_size=4"
+    args = f"cluster=h100 strategy={strategy} launch.nnodes=2 train.global_batch_size=4"
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1.0), Plain())
-    found = predicted(f"{words} strategy.offload=states,gradients")
-    computing = spans(found.simulated, COMPUTE)
-    syncs = [each for each in spans(found.simulated) if each.label.startswith("sync")]
+    prediction = predicted(f"{args} strategy.offload=states,gradients")
+    computing = spans(prediction.simulated, COMPUTE)
+    syncs = [each for each in spans(prediction.simulated) if each.label.startswith("sync")]
     assert len(syncs) == 5
     for each in syncs:
         assert not any(other.start < each.end and each.start < other.end for other in computing)
-    assert predicted(words).exposed_communication < found.exposed_communication
+    assert predicted(args).exposed_communication < prediction.exposed_communication
 
 
 @pytest.mark.parametrize("offload", ["states", "states,gradients"])
 def test_the_host_bounds_a_step_and_more_bandwidth_is_never_slower(offload):
-    words = f"cluster=h100 strategy=full_shard strategy.offload={offload}"
-    total = sum(owned(words)) * (40 if offload == "states" else 36) * 2  # of both ranks
+    args = f"cluster=h100 strategy=full_shard strategy.offload={offload}"
+    total = sum(owned(args)) * (40 if offload == "states" else 36) * 2  # of both ranks
     for key in ("host_bandwidth", "pcie_bandwidth"):
         rates = (0.001, 0.01, 0.1, 10)
-        times = [predicted(f"{words} cluster.{key}={rate}").seconds for rate in rates]
+        times = [predicted(f"{args} cluster.{key}={rate}").seconds for rate in rates]
         assert all(fast <= slow * (1 + 1e-9) for slow, fast in pairwise(times))
         assert times[0] > 1.2 * times[-1]
         if key == "host_bandwidth":
@@ -207,15 +209,15 @@ def test_copies_take_the_slower_of_link_and_memory():
 @contextmanager
 def copied_bytes() -> Iterator[list[int]]:
     """List the bytes of each copy between host and device in the block."""
-    found: list[int] = []
+    results: list[int] = []
     copy = Copier._copy
 
     def counted(self: Copier, target: Tensor, source: Tensor, *args: Any) -> Any:
-        found.append(target.nbytes)
+        results.append(target.nbytes)
         return copy(self, target, source, *args)
 
     with mock.patch.object(Copier, "_copy", counted):
-        yield found
+        yield results
 
 
 THREE = "accumulation.steps=3 train.global_batch_size=6"
@@ -236,10 +238,10 @@ CASES = (
 
 @pytest.mark.slow
 @distributed(2)
-@in_turn(words=CASES)
-def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int, words: str):
-    words = f"cluster=h100 launch.device=cpu {words}"
-    config = planned(words).config
+@in_turn(args=CASES)
+def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int, args: str):
+    args = f"cluster=h100 launch.device=cpu {args}"
+    config = planned(args).config
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
 
@@ -251,6 +253,6 @@ def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int,
     step()
     with copied_bytes() as copied:
         step()
-    sent = predicted(words).simulated.sent_bytes
+    sent = predicted(args).simulated.sent_bytes
     scalars = HOST_SCALARS if model.host is not None else 0
     assert sum(copied) == sent.get(DOWN, 0) + sent[UP] + scalars

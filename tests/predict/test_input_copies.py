@@ -34,20 +34,20 @@ def test_copies_that_take_no_time_cost_nothing(monkeypatch):
 def test_a_device_that_takes_no_time_waits_for_each_input_twice(monkeypatch):
     on_host(monkeypatch, Host(down=INPUT, up=INPUT / 2), Free(), Instant())
     for more, passes in (("", 1), (TWO, 2), ("accumulation.steps=5 train.global_batch_size=10", 5)):
-        found = predicted(f"{SENT} {more}")
-        assert found.seconds == pytest.approx(passes * 3 * (1 + 2))
-        assert found.exposed_communication == pytest.approx(found.seconds)
-        sent = found.simulated.sent_bytes  # of at most three passes
+        prediction = predicted(f"{SENT} {more}")
+        assert prediction.seconds == pytest.approx(passes * 3 * (1 + 2))
+        assert prediction.exposed_communication == pytest.approx(prediction.seconds)
+        sent = prediction.simulated.sent_bytes  # of at most three passes
         assert sent[DOWN] == sent[UP] == min(passes, 3) * 3 * INPUT
 
 
 def test_an_input_returns_while_the_block_after_it_is_recomputed(monkeypatch):
     on_host(monkeypatch, Host(down=INPUT * 1e6, up=INPUT * 1e6), Even(per_operator=1e-3), Instant())
-    found = predicted(SENT)
-    assert found.seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
-    starts = {each.label: each.start for each in spans(found.simulated, COMPUTE)}
+    prediction = predicted(SENT)
+    assert prediction.seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
+    starts = {each.label: each.start for each in spans(prediction.simulated, COMPUTE)}
     layers = [f"model.layers.{number}" for number in range(4)]
-    copies = (spans(found.simulated, queue) for queue in (DOWN, UP))
+    copies = (spans(prediction.simulated, queue) for queue in (DOWN, UP))
     down, up = ({each.label: each.start for each in of_queue} for of_queue in copies)
     assert list(down) == [f"input of {each}" for each in layers[:3]]
     for layer, after in pairwise(layers):
@@ -62,12 +62,12 @@ def test_a_faster_link_is_never_slower():
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_rank_copies_the_bytes_that_are_priced(passes):
-    words = f"{SENT} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
-    words += f" accumulation.steps={passes}"
-    config = planned(words).config
+    args = f"{SENT} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
+    args += f" accumulation.steps={passes}"
+    config = planned(args).config
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     with copied_bytes() as copied:
         train_step(config, model, optimizer)
-    sent = predicted(words).simulated.sent_bytes
+    sent = predicted(args).simulated.sent_bytes
     assert sum(copied) == sent[DOWN] + sent[UP] > 0

@@ -24,13 +24,13 @@ TINY = (
 PREDICTOR = Estimator()
 
 
-def planned(*words: str) -> RunPlan:
-    named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
+def planned(*args: str) -> RunPlan:
+    named = {arg.partition("=")[0]: arg for arg in [*TINY.split(), *args]}
     return make_run_plan(prepare(compose_config(list(named.values())), ESTIMATE_ROLE).config)
 
 
-def step(*words: str) -> StepPrediction:
-    return PREDICTOR.predict(planned(*words))
+def step(*args: str) -> StepPrediction:
+    return PREDICTOR.predict(planned(*args))
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,21 @@ ALL = pytest.mark.parametrize("strategy", STRATEGIES)
 @ALL
 def test_without_communication_a_step_takes_its_computation(strategy, monkeypatch):
     on(monkeypatch, network=Instant())
-    found = step(f"strategy={strategy}")
-    assert found.exposed_communication == 0.0
-    assert found.seconds == pytest.approx(sum(found.simulated.seconds_by_phase.values()), rel=1e-9)
+    prediction = step(f"strategy={strategy}")
+    assert prediction.exposed_communication == 0.0
+    assert prediction.seconds == pytest.approx(
+        sum(prediction.simulated.seconds_by_phase.values()), rel=1e-9
+    )
 
 
 @ALL
 def test_without_computation_a_step_takes_its_transfers(strategy, monkeypatch):
     on(monkeypatch, Free(), Plain())
-    found = step(f"strategy={strategy}")
-    assert found.seconds == pytest.approx(found.simulated.sent_bytes[NODE_LINKS] / 1e9, rel=1e-6)
-    assert found.seconds == pytest.approx(found.exposed_communication, rel=1e-9)
+    prediction = step(f"strategy={strategy}")
+    assert prediction.seconds == pytest.approx(
+        prediction.simulated.sent_bytes[NODE_LINKS] / 1e9, rel=1e-6
+    )
+    assert prediction.seconds == pytest.approx(prediction.exposed_communication, rel=1e-9)
 
 
 @ALL
@@ -127,8 +131,8 @@ def test_tf32_is_faster_in_products_alone(cluster, gain):
 def test_narrow_states_and_weights_cost_a_fifth_of_their_time_in_fused_kernels(plain, narrow):
     def cost(*more: str) -> float:
         size = ("model.hidden_size=8192", "model.intermediate_size=16384", "train.seq_len=2048")
-        words = ("launch.nnodes=1", "strategy=no_shard", *size, *more)
-        return step(*words, *narrow).seconds - step(*words, *plain).seconds
+        args = ("launch.nnodes=1", "strategy=no_shard", *size, *more)
+        return step(*args, *narrow).seconds - step(*args, *plain).seconds
 
     eager = cost()
     assert eager > 0
@@ -169,11 +173,11 @@ class TwoSpeeds:
 @pytest.mark.parametrize("inter", [0.02, 0.05, 0.08, 0.1, 0.2, 0.8])
 def test_replicas_win_exactly_if_the_links_are_slow_enough(inter, monkeypatch):
     on(monkeypatch, Free(), TwoSpeeds(inter))
-    found = {name: step(f"strategy={name}") for name in ("full_shard", "hybrid_shard")}
+    result = {name: step(f"strategy={name}") for name in ("full_shard", "hybrid_shard")}
     # Per byte: two gathers and a reduction of twice as wide gradients; replicas add an eighth.
     full = 4 * (15 / 16) / min(1.0, 8 * inter)
     hybrid = 4 * (7 / 8) + 2 * 2 * (1 / 2) / 8 / min(1.0, inter)
-    assert (found["hybrid_shard"].seconds < found["full_shard"].seconds) == (hybrid < full)
+    assert (result["hybrid_shard"].seconds < result["full_shard"].seconds) == (hybrid < full)
 
 
 def test_micro_batches_beyond_the_third_are_counted():
@@ -195,10 +199,10 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
 @pytest.mark.parametrize(("strategy", "again"), [("full_shard", 5 / 18), ("shard_grad_op", 0)])
 def test_reentrant_checkpoints_gather_again_what_forward_has_freed(strategy, again):
     """Five of six blocks are gathered thrice; a reduction in float32 counts as two gathers."""
-    words = ["engine=fsdp2", f"strategy={strategy}", "activation_checkpointing=full"]
-    words += ["launch.nnodes=1", "train.global_batch_size=8", "model.vocab_size=8"]
+    args = ["engine=fsdp2", f"strategy={strategy}", "activation_checkpointing=full"]
+    args += ["launch.nnodes=1", "train.global_batch_size=8", "model.vocab_size=8"]
     programs = ("engine.program=fsdpctl", "engine.program=reentrant")
-    once, twice = (step(*words, each).simulated.sent_bytes[NODE_LINKS] for each in programs)
+    once, twice = (step(*args, each).simulated.sent_bytes[NODE_LINKS] for each in programs)
     assert twice / once == pytest.approx(1 + again, rel=0.1)
 
 

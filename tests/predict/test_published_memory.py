@@ -90,8 +90,8 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each.name)
 def test_a_published_run_is_estimated(published):
-    found = published.estimate()
+    result = published.estimate()
     measured = published.measured
-    assert found.peak_reserved / GIB == pytest.approx(measured["reserved"], rel=0.05)
+    assert result.peak_reserved / GIB == pytest.approx(measured["reserved"], rel=0.05)
     if "allocated" in measured:
-        assert found.peak_allocated / GIB == pytest.approx(measured["allocated"], rel=0.03)
+        assert result.peak_allocated / GIB == pytest.approx(measured["allocated"], rel=0.03)

@@ -24,22 +24,22 @@ _SHARDINGS = ("full_shard", "shard_grad_op")
 name_of = attrgetter("name")
 
 
-def planned(words: str) -> RunPlan:
+def planned(args: str) -> RunPlan:
     """Return the plan of a configuration."""
-    return make_run_plan(prepare(compose_config(words.split()), ESTIMATE_ROLE).config)
+    return make_run_plan(prepare(compose_config(args.split()), ESTIMATE_ROLE).config)
 
 
-def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:
+def predicted(args: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:
     """Return the prediction for a configuration, and its number of ranks."""
-    plan = planned(words)
+    plan = planned(args)
     return predictor.predict(plan), plan.batches.world_size
 
 
 @cache
 def error_of(step: Step) -> float:
     """Return the relative error of the predicted tokens per second."""
-    found, ranks = predicted(step.settings)
-    return found.tokens / found.seconds / ranks / step.tokens_per_second - 1
+    prediction, ranks = predicted(step.settings)
+    return prediction.tokens / prediction.seconds / ranks / step.tokens_per_second - 1
 
 
 @pytest.mark.parametrize("step", fast(*PUBLISHED[:2], slow=PUBLISHED[2:]), ids=name_of)
@@ -63,8 +63,8 @@ def test_full_shard_is_as_much_slower_than_shard_grad_op_as_published(length, me
 
 def used_bytes(step: Step) -> int:
     """Return the estimated bytes that a step takes of its device, at most."""
-    found = PREDICTOR.estimate(planned(step.settings))
-    return found.peak_reserved + found.outside_allocator.high
+    prediction = PREDICTOR.estimate(planned(step.settings))
+    return prediction.peak_reserved + prediction.outside_allocator.high
 
 
 _WITH_MEMORY = [step for step in PUBLISHED if step.used is not None]
@@ -81,8 +81,8 @@ _ALLOCATED = [step for step in PUBLISHED if step.allocated is not None]
 @pytest.mark.slow
 @pytest.mark.parametrize("step", _ALLOCATED, ids=name_of)
 def test_published_allocations_are_estimated_within_5_percent(step):
-    found = PREDICTOR.estimate(planned(step.settings)).allocated
-    assert found / (1 << 30) == pytest.approx(step.allocated, rel=0.05)
+    prediction = PREDICTOR.estimate(planned(step.settings)).allocated
+    assert prediction / (1 << 30) == pytest.approx(step.allocated, rel=0.05)
 
 
 @pytest.mark.slow
@@ -94,12 +94,12 @@ def test_half_of_the_published_steps_are_predicted_within_6_percent():
 @pytest.mark.slow
 def test_at_64k_tokens_the_attention_kernel_determines_the_step_time():
     """FlashAttention 3 was measured 1.55 times as fast as 2, in steps of the same run."""
-    words = (
+    args = (
         "model=llama3_8b cluster=h100 model.max_seq_len=65536 train.seq_len=65536 "
         "train.micro_batch_size=1 train.global_batch_size=8 model.vocab_size=512 model.attention="
     )
     kernels = ("flash", "flash3", "auto")
-    second, third, auto = (predicted(f"{words}{kernel}")[0].seconds for kernel in kernels)
+    second, third, auto = (predicted(f"{args}{kernel}")[0].seconds for kernel in kernels)
     assert 1.35 <= second / third <= 1.65
     assert third < auto < second  # cuDNN's
 
@@ -111,8 +111,8 @@ def test_error_bands_are_those_of_the_published_steps():
             by_kind.setdefault(row["kind"], {}).setdefault(row["card"], []).append(row["error"])
     assert json.loads((package_folder("conf") / ACCURACY).read_text()) == by_kind
     errors = [error for each in by_kind["dense"].values() for error in each]
-    words = PUBLISHED[0].settings
-    estimate = PREDICTOR.estimate(planned(words))
+    args = PUBLISHED[0].settings
+    estimate = PREDICTOR.estimate(planned(args))
     band, of_short = band_of(estimate, 1.0), band_of(estimate, 0.05)
     assert band is not None
     assert (band.kind, band.count, band.unlike) == ("dense", len(errors), "")
@@ -120,9 +120,9 @@ def test_error_bands_are_those_of_the_published_steps():
     assert 0.85 < band.low < 1 < band.high < 1.15
     assert of_short == ErrorBand("short", 0.5, 2.0, 0)
     for card in ("a100_80", "rtx4090"):
-        other = PREDICTOR.estimate(planned(words.replace("cluster=h100", f"cluster={card}")))
-        found = band_of(other, 1.0)
-        assert found is not None
+        other = PREDICTOR.estimate(planned(args.replace("cluster=h100", f"cluster={card}")))
+        result = band_of(other, 1.0)
+        assert result is not None
         of_card = by_kind["dense"].get(card, [])
-        assert all(found.low <= 1 + error <= found.high for error in of_card)
-        assert ("none of rtx4090 is published" in str(found)) == (not of_card)
+        assert all(result.low <= 1 + error <= result.high for error in of_card)
+        assert ("none of rtx4090 is published" in str(result)) == (not of_card)

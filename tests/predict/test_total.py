@@ -153,33 +153,33 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
     "optimizer.state_dtype=int8 strategy.offload=all model.lora.rank=4 model.base_dtype=nf4",
 ])  # fmt: skip
 def test_engine_bytes_of_states_on_the_host_are_exact(more: str) -> None:
-    words = [
+    args = [
         "launch.device=cpu", "launch.nproc_per_node=1", "model.num_layers=4",
         "model.hidden_size=64", "model.intermediate_size=96", "model.num_heads=1",
         "model.num_kv_heads=1", "model.vocab_size=65", "train.seq_len=128",
         "train.micro_batch_size=4", "train.global_batch_size=8", "accumulation.steps=2",
         "accumulation=every",
     ]  # fmt: skip
-    check(stored_config(assign_ranks(compose_config([*words, *more.split()]).config)), 0)
+    check(stored_config(assign_ranks(compose_config([*args, *more.split()]).config)), 0)
 
 
 @pytest.mark.parametrize("mode", fast("full", slow=["selective"]))
 def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
-    words = [
+    args = [
         "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=8",
         "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
         "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128", "accumulation.steps=1",
         "train.micro_batch_size=4", "train.global_batch_size=4", "model.trainable=norm",
         f"activation_checkpointing={mode}",
     ]  # fmt: skip
-    found = []
+    results = []
     for offload in ("false", "true"):
-        typed = [*words, f"activation_checkpointing.offload={offload}"]
+        typed = [*args, f"activation_checkpointing.offload={offload}"]
         config = stored_config(assign_ranks(compose_config(typed).config))
         model = make_model(config, torch.device("cpu"))
         optimizer = make_optimizer(config, model)
         peak, _ = watched_step(model, partial(train_step, config, model, optimizer))
-        found.append((peak, predicted(config, 0, model)[0]))
-    (before, planned_before), (after, planned) = found
+        results.append((peak, predicted(config, 0, model)[0]))
+    (before, planned_before), (after, planned) = results
     six = (8 - 2) * 4 * 128 * 32 * 4  # bytes
     assert 0.99 * six <= before - after == planned_before - planned <= six

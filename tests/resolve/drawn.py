@@ -170,8 +170,8 @@ def write_files(folder: Path) -> None:
     model = make_chat_model(folder / "DIR", "llama")
     AutoModelForCausalLM.from_config(sizes).save_pretrained(model)
     (folder / "adapters").mkdir()
-    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(about))
+    options = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(options))
     shapes = {"A": (4, sizes.hidden_size), "B": (sizes.hidden_size, 4)}
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     tensors = {name.format(n, x): torch.zeros(shapes[x]) for n in range(2) for x in shapes}

@@ -65,14 +65,14 @@ def test_cuda_ranks_train_in_tf32_and_leave_the_process_as_it_was(device, settin
     products, seen = torch.backends.cuda.matmul, []
     plan = SimpleNamespace(config=compose_config([setting, f"launch.device={device}"]).config)
 
-    def fails(*about: object, **more: object) -> None:
+    def fails(*options: object, **more: object) -> None:
         seen.append(products.fp32_precision)
         raise UsageError("of the data")
 
     monkeypatch.setattr("fsdpctl.training.assemble.make_trainer", fails)
-    before, about = products.fp32_precision, SimpleNamespace(rank=0)
+    before, kwargs = products.fp32_precision, SimpleNamespace(rank=0)
     with pytest.raises(UsageError):
-        _run(cast("RunPlan", plan), cast("World", about), 0.0, None, only_measures=True)
+        _run(cast("RunPlan", plan), cast("World", kwargs), 0.0, None, only_measures=True)
     is_tf32 = (device, setting) == ("cuda", "precision=tf32")
     assert seen == ["tf32" if is_tf32 else before]
     assert products.fp32_precision == before

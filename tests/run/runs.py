@@ -30,12 +30,12 @@ def make_run(folder: Path, *, steps: int = 100, done: int = 0) -> Path:
     return folder
 
 
-def step_line(step: int, **about: Any) -> dict[str, Any]:
+def step_line(step: int, **kwargs: Any) -> dict[str, Any]:
     line = {
         "step": step, "loss": 1.0 / step, "grad_norm": 1.0, "tokens_per_second": 100.0 * step,
         "seconds": 0.5, "mfu": None, "peak_allocated_bytes": None, "peak_reserved_bytes": 1 << 20,
     }  # fmt: skip
-    return {**line, **about}
+    return {**line, **kwargs}
 
 
 def write_lines(run: Path, *lines: dict[str, Any]) -> None:
@@ -48,9 +48,9 @@ def save(run: Path, step: int) -> Path:
     return make_checkpoint(step_folder(run / CHECKPOINTS, step))
 
 
-def write_heartbeat(run: Path, **about: Any) -> HeartbeatRecord:
+def write_heartbeat(run: Path, **kwargs: Any) -> HeartbeatRecord:
     """Write a heartbeat of this process, except for `about`."""
     record = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "step": 1}
-    made = HeartbeatRecord(**{**record, **about})
-    (run / HEARTBEAT).write_text(json.dumps(asdict(made)))
-    return made
+    heartbeat = HeartbeatRecord(**{**record, **kwargs})
+    (run / HEARTBEAT).write_text(json.dumps(asdict(heartbeat)))
+    return heartbeat

@@ -17,15 +17,15 @@ from fsdpctl.run.assets import collect_assets, end_tokens, read_run_assets, writ
 from tests.data.layouts import SPECIALS, Layout, write_layout
 
 
-def _collected(folder: Path, **about: Any) -> dict[str, bytes]:
+def _collected(folder: Path, **kwargs: Any) -> dict[str, bytes]:
     config = compose_config(["model=llama_tiny", f"data.tokenizer={folder}"]).config
     tokenizer = open_tokenizer(str(folder))
     stream = TokenStream(np.arange(9, dtype=np.uint16), None)
-    data = DataSet(stream, None, tokenizer, tokenizer.vocab_size, "", **about)
+    data = DataSet(stream, None, tokenizer, tokenizer.vocab_size, "", **kwargs)
     return collect_assets(config, data)
 
 
-@pytest.mark.parametrize("about", [
+@pytest.mark.parametrize("options", [
     {"config": {"eos_token": "</s>"}},
     {"config": None, "model": {"model_type": "gpt2"}},
     {"kind": "metaspace", "config": {}},
@@ -33,8 +33,8 @@ def _collected(folder: Path, **about: Any) -> dict[str, bytes]:
     {"config": {"tokenizer_class": "GPT2Tokenizer"}, "slow": True},
     {"added": {"<call>": 0}},
 ], ids=str)  # fmt: skip
-def test_an_export_gives_the_tokens_of_the_run(tmp_path, about):
-    folder = write_layout(tmp_path / "mine", Layout("mine", **about))
+def test_an_export_gives_the_tokens_of_the_run(tmp_path, options):
+    folder = write_layout(tmp_path / "mine", Layout("mine", **options))
     mine = open_tokenizer(str(folder))
     assert isinstance(mine, FileTokenizer)
     write_assets(tmp_path, _collected(folder))
@@ -55,9 +55,9 @@ def test_additional_templates_are_kept_and_one_given_template_replaces_all(tmp_p
     (folder / "chat_template.jinja").write_text("default")
     write_assets(tmp_path, _collected(folder))
     assert read_run_assets(tmp_path)["additional_chat_templates/tool_use.jinja"] == b"tools"
-    kept = _collected(folder, template="given")
-    assert [name for name in kept if name.endswith("jinja")] == ["chat_template.jinja"]
-    assert kept["chat_template.jinja"] == b"given"
+    saved = _collected(folder, template="given")
+    assert [name for name in saved if name.endswith("jinja")] == ["chat_template.jinja"]
+    assert saved["chat_template.jinja"] == b"given"
 
 
 def test_a_linked_folder_of_assets_is_not_written(tmp_path):
@@ -76,5 +76,5 @@ def test_end_tokens_are_found_in_every_place(tmp_path):
     content = {name: json.dumps(each).encode() for name, each in files.items()}
     assert end_tokens(content, "here") == (9, 7, 8)
     folder = write_layout(tmp_path / "mine", Layout("mine", config={"eos_token": "</s>"}))
-    kept = json.loads(_collected(folder, end_tokens=(3,))["generation_config.json"])
-    assert kept == {"eos_token_id": [3, SPECIALS.index("</s>")]}
+    saved = json.loads(_collected(folder, end_tokens=(3,))["generation_config.json"])
+    assert saved == {"eos_token_id": [3, SPECIALS.index("</s>")]}

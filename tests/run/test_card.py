@@ -72,8 +72,8 @@ def test_a_card_is_replaced_unless_it_was_edited(tmp_path, monkeypatch):
     card = tmp_path / "out" / "README.md"
     card.write_text(card.read_text().replace("# Trained", "# My model, trained"))
     assert invoke("verify-checkpoint", "out")[0] == 0
-    code, said = invoke(*command, "--overwrite")
-    assert (code, said) == (
+    code, out = invoke(*command, "--overwrite")
+    assert (code, out) == (
         2, f"{tmp_path / 'out'}: not an earlier export; --overwrite replaces only exports"
     )  # fmt: skip
     assert "My model" in card.read_text()

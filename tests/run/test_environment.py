@@ -31,9 +31,9 @@ from fsdpctl.run.environment import (
 )
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder: Path, *args: str) -> str:
     who = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
-    typed = ["git", *who, *words]
+    typed = ["git", *who, *args]
     done = subprocess.run(typed, cwd=folder, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
@@ -52,11 +52,11 @@ def checkout(tmp_path):
 def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     (tmp_path / OVERRIDES_FILE).write_text("model=gpt2\ntrain.steps=3\n")
-    found = describe_start(tmp_path, ["X", "X", "Y"])
-    assert (json.loads(json.dumps(found)), found["devices"]) == (found, {"X": 2, "Y": 1})
-    assert found["command"] == ["model=gpt2", "train.steps=3"]
-    assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
-    assert found["commit"] == git(checkout, "rev-parse", "HEAD")
+    result = describe_start(tmp_path, ["X", "X", "Y"])
+    assert (json.loads(json.dumps(result)), result["devices"]) == (result, {"X": 2, "Y": 1})
+    assert result["command"] == ["model=gpt2", "train.steps=3"]
+    assert (result["torch"], result["python"]) == (torch.__version__, platform.python_version())
+    assert result["commit"] == git(checkout, "rev-parse", "HEAD")
     assert device_name(torch.device("cpu")) == "cpu"
 
 
@@ -77,9 +77,9 @@ def test_a_run_that_resumes_with_other_versions_reports_them(tmp_path, name, is_
 
 
 def test_only_variables_that_affect_the_computation_are_recorded():
-    kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
+    recorded = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
     secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
-    assert relevant_variables({**secrets, **kept}) == kept
+    assert relevant_variables({**secrets, **recorded}) == recorded
 
 
 def test_the_record_is_that_of_the_newest_start(tmp_path):

@@ -85,16 +85,16 @@ def test_a_lock_file_that_its_holder_has_removed_locks_nothing(tmp_path, monkeyp
 
 
 def test_a_claim_removes_only_what_it_has_made(tmp_path):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    for run_dir, file in ((kept, None), (tmp_path / "a" / "b", None), (tmp_path / "c", "log")):
+    foreign = tmp_path / "kept"
+    foreign.mkdir()
+    for run_dir, file in ((foreign, None), (tmp_path / "a" / "b", None), (tmp_path / "c", "log")):
         with pytest.raises(KeyboardInterrupt):
             _interrupted(run_dir, file)
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["c", "kept", "lock", "log"]
-    with locked_unless_error(kept, lambda: None) as lock:
+    with locked_unless_error(foreign, lambda: None) as lock:
         pass
     with pytest.raises(UsageError, match="in use"):
-        lock_run_dir(kept)
+        lock_run_dir(foreign)
     lock.release()
 
 

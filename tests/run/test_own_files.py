@@ -69,8 +69,8 @@ def test_a_link_in_place_of_a_step_is_named_and_the_one_to_the_newest_is_followe
     for link, target in ((step, tmp_path / step.name), (run / CHECKPOINTS / LATEST, "../../x")):
         link.unlink(missing_ok=True)
         link.symlink_to(target)
-        for words in ("status",), ("verify-checkpoint",), ("sample",):
-            assert invoke(*words, str(run)) == (
+        for args in ("status",), ("verify-checkpoint",), ("sample",):
+            assert invoke(*args, str(run)) == (
                 2, f"{link}: is a link to {target}; remove it, or replace the link by its target"
             )  # fmt: skip
         link.unlink()
@@ -106,11 +106,11 @@ def test_files_are_appended_to_and_emptied_where_the_run_directory_is_a_link(tmp
 
 @pytest.mark.slow
 def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
-    words = [
+    args = [
         *TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=2", "train.steps=6",
         f"train.run_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    assert fsdpctl("train", *words, "train.profile=true", cwd=tmp_path).returncode == 0
+    assert fsdpctl("train", *args, "train.profile=true", cwd=tmp_path).returncode == 0
     known = (*_CHECKED_NAMES, CHECKPOINTS)
     assert {each.name for each in (tmp_path / "run").iterdir()} <= set(known)
     names = [
@@ -120,7 +120,7 @@ def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
     ]
     assert len(names) > 10
     before = everything_in(outside)
-    settings = [*words[:-1], f"train.run_dir={tmp_path / 'copy'}"]
+    settings = [*args[:-1], f"train.run_dir={tmp_path / 'copy'}"]
     config = stored_config(compose_config(settings).config)
     for name in names:
         shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)

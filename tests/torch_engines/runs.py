@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.commands.run import figures
 from tests.distributed import distributed
-from tests.training.ranks import made, words
+from tests.training.ranks import new_trainer, run_args
 
 FSDP2, DDP = ["engine=fsdp2"], ["engine=ddp", "strategy=no_shard"]
 HYBRID = [*FSDP2, "strategy=hybrid_shard", "strategy.dp_shard_size=2"]
@@ -16,12 +16,12 @@ TOLERANCE = 1e-6  # of losses in fp32: engines add up ranks' gradients in anothe
 def train(rank: int, world_size: int, starts: list[list[str]]) -> None:
     """Complete the runs, one after the other."""
     for typed in starts:
-        made(typed).run()
+        new_trainer(typed).run()
 
 
 def begin(folder: Path, ranks: int, name: str, *more: str) -> list[str]:
     """Return the settings of a run."""
-    return words(folder, ranks, "train.steps=5", f"train.run_dir={folder / name}", *more)
+    return run_args(folder, ranks, "train.steps=5", f"train.run_dir={folder / name}", *more)
 
 
 def losses(run_dir: Path) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.commands.run import fsdpctl
 from tests.torch_engines.runs import DDP, FSDP2, losses
-from tests.training.ranks import words
+from tests.training.ranks import run_args
 
 pytestmark = [
     pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -20,7 +20,7 @@ def test_losses_on_a_device_equal_those_of_fsdpctl(precision: str, tmp_path: Pat
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP}
     for name, more in each.items():
         settings = [f"train.run_dir={name}", "train.steps=5", f"precision={precision}"]
-        options = words(tmp_path, 1, *settings, "launch.device=cuda", *more)
+        options = run_args(tmp_path, 1, *settings, "launch.device=cuda", *more)
         done = fsdpctl("train", *options, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     tolerance = 1e-5 if precision == "fp32" else 2e-3

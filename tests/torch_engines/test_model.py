@@ -42,7 +42,7 @@ def draw(name: str, whole: Tensor) -> None:
     whole.copy_(torch.randn(whole.shape, generator=generator))
 
 
-def made(engine: str, ranks_per_replica: int = 1) -> TorchEngineModel:
+def make_engine(engine: str, ranks_per_replica: int = 1) -> TorchEngineModel:
     with torch.device("meta"):
         net = Net()
     net.scale = torch.tensor([2.0])
@@ -75,7 +75,7 @@ def reference(batches: list[Tensor], lr: float) -> dict[str, Tensor]:
 @distributed(world_size=2)
 def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_replica):
     batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(each)) for each in (1, 2)]
-    model = made(engine, ranks_per_replica)
+    model = make_engine(engine, ranks_per_replica)
     optimizer = ShardedAdamW(model, lr=1e-2)
     for _ in range(2):
         model(batches[rank]).backward()
@@ -99,7 +99,7 @@ def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_re
 @pytest.mark.parametrize(("engine", "ranks_per_replica"), [("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
 def test_a_replica_that_differs_is_found(rank, world_size, engine, ranks_per_replica):
-    model = made(engine, ranks_per_replica)
+    model = make_engine(engine, ranks_per_replica)
     model.check_replicas()
     if rank == 1:
         model.flat_shards()[0].master[0] += 1e-3

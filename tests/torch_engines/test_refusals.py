@@ -6,10 +6,10 @@ import pytest
 
 from fsdpctl.plan.strategy import ENGINES, STRATEGIES, engine_strategies
 from tests.commands.run import invoke
-from tests.training.ranks import words
+from tests.training.ranks import run_args
 
 
-@pytest.mark.parametrize(("more", "said"), [
+@pytest.mark.parametrize(("more", "error"), [
     ("engine=ddp", "engine=ddp: strategy=full_shard not supported; expected no_shard"),
     ("engine=fsdp2 strategy=no_shard", "expected shard_grad_op, full_shard, hybrid_shard"),
     ("engine=fsdp2 strategy=shard_optimizer", "strategy=shard_optimizer not supported"),
@@ -27,13 +27,13 @@ from tests.training.ranks import words
     ("engine=fsdp3", "did you mean fsdp2?"),
     ("engine=fsdp2 strategy=hybrid_shard strategy.dp_shard_size=3", "must divide"),
 ])  # fmt: skip
-def test_unsupported_settings_are_rejected(more: str, said: str, tmp_path: Path) -> None:
-    code, text = invoke("train", *words(tmp_path, 2, *more.split()), "--dry-run")
-    assert (code, said in text, "\n" in text.strip()) == (2, True, False)
+def test_unsupported_settings_are_rejected(more: str, error: str, tmp_path: Path) -> None:
+    code, text = invoke("train", *run_args(tmp_path, 2, *more.split()), "--dry-run")
+    assert (code, error in text, "\n" in text.strip()) == (2, True, False)
 
 
 def test_a_run_prints_its_engine(tmp_path: Path) -> None:
-    options = words(tmp_path, 2, "engine=fsdp2", f"train.run_dir={tmp_path / 'run'}")
+    options = run_args(tmp_path, 2, "engine=fsdp2", f"train.run_dir={tmp_path / 'run'}")
     code, text = invoke("train", *options, "--dry-run")
     assert (code, "engine fsdp2, full_shard" in " ".join(text.split())) == (0, True)
 

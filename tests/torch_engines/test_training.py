@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import distributed
 from tests.torch_engines.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin, losses, train
-from tests.training.ranks import lines, made, plant
+from tests.training.ranks import lines, new_trainer, plant
 
 KEEPS = [*FSDP2, "strategy=shard_grad_op"]
 # Ranks, common settings, and settings of each run that is compared with fsdpctl's engine.
@@ -71,7 +71,7 @@ def test_blocks_are_compiled(tmp_path: Path) -> None:
 @distributed(timeout=240)
 def train_with_accidents(rank: int, world_size: int, starts: list[list[str]]) -> None:
     for typed in starts:
-        trainer = made(typed)
+        trainer = new_trainer(typed)
         with plant(trainer, {1: ("loss", 1), 4: ("gradient", 0)}):
             trainer.run()
 

@@ -47,11 +47,11 @@ def make_chat_model(folder: Path, family: str, **settings: Any) -> Path:
     )  # fmt: skip
     tokenizer.train_from_iterator([" ".join(WORDS), "user assistant reverse"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {
+    options = {
         "eos_token": controls[0], "chat_template": CHATML,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
     return folder
 
 
@@ -62,10 +62,10 @@ def make_chats(file: Path, count: int = 300) -> Path:
     for _ in range(count):
         messages = []
         for _ in range(draw.randint(1, 3)):
-            asked = draw.choices(WORDS, k=draw.randint(1, 5))
+            question = draw.choices(WORDS, k=draw.randint(1, 5))
             messages += [
-                {"role": "user", "content": " ".join(asked)},
-                {"role": "assistant", "content": " ".join(reversed(asked))},
+                {"role": "user", "content": " ".join(question)},
+                {"role": "assistant", "content": " ".join(reversed(question))},
             ]
         lines.append(json.dumps({"messages": messages}))
     file.write_text("\n".join(lines) + "\n")
@@ -92,14 +92,17 @@ def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
     plan = plan_batches(config.train.global_batch_size, 1)
     batches = Batches(rows, plan, config.train.seed, 1 << 20)
     trained = [param for param in model.parameters() if param.requires_grad]
-    about = config.optimizer
+    options = config.optimizer
     groups = [
-        {"params": [each for each in trained if each.ndim > 1], "weight_decay": about.weight_decay},
+        {
+            "params": [each for each in trained if each.ndim > 1],
+            "weight_decay": options.weight_decay,
+        },
         {"params": [each for each in trained if each.ndim <= 1], "weight_decay": 0.0},
     ]
-    assert about.lr is not None
-    optimizer = torch.optim.AdamW(groups, lr=about.lr, betas=(about.beta1, about.beta2))
-    found = []
+    assert options.lr is not None
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2))
+    results = []
     for step in range(steps):
         parts = [
             summed_alone(model, rows, n)
@@ -108,13 +111,13 @@ def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
         count = sum(part[1] for part in parts)
         loss = torch.stack([part[0] for part in parts]).sum() / count
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, about.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, options.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = about.lr * lr_factor(config.lr_scheduler, step, steps)
+            group["lr"] = options.lr * lr_factor(config.lr_scheduler, step, steps)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
 def opened_by_transformers(folder: Path) -> Any:

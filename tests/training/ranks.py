@@ -57,15 +57,15 @@ PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def words(folder: Path, ranks: int, *more: str) -> list[str]:
+def run_args(folder: Path, ranks: int, *more: str) -> list[str]:
     """Return the settings of a run without validation and with a constant learning rate."""
-    given = [
+    args = [
         *TINY, f"data.path={make_text(folder)}", "data.val_fraction=0", "optimizer.lr=1e-2",
         "lr_scheduler=constant", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0",
         "checkpoint.mode=sync", "checkpoint.every=4", "train.global_batch_size=12",
         f"launch.nproc_per_node={ranks}", "launch.device=cpu", "train.self_check=off", *more,
     ]  # fmt: skip
-    last = dict(word.split("=", 1) for word in given)
+    last = dict(arg.split("=", 1) for arg in args)
     return [f"{name}={value}" for name, value in last.items()]
 
 
@@ -78,7 +78,7 @@ def resolved(typed: list[str]) -> Resolved:
     return make_run_plan(prepare(compose_config(typed)).config).config
 
 
-def made(
+def new_trainer(
     typed: list[str], stop_requested: Callable[[], bool] = lambda: False, device: torch.device = CPU
 ) -> Trainer:
     """Return the trainer of this rank, and make the run directory. Collective."""
@@ -99,12 +99,12 @@ def plant(trainer: Trainer, plants: Plants) -> AbstractContextManager[object]:
     """Plant values into the losses of batches, one per step."""
     count = trainer.samples // trainer.parts.config.train.global_batch_size
 
-    def planted(*about: Any) -> Tensor:
+    def planted(*options: Any) -> Tensor:
         nonlocal count
-        what, whose = plants.get(count, ("", -1))
+        what, fault_rank = plants.get(count, ("", -1))
         count += 1
-        loss: Tensor = summed_loss(*about)
-        return PLANTED[what](loss) if whose == dist.get_rank() else loss
+        loss: Tensor = summed_loss(*options)
+        return PLANTED[what](loss) if fault_rank == dist.get_rank() else loss
 
     return mock.patch.object(train_step, "summed_loss", planted)
 
@@ -112,7 +112,7 @@ def plant(trainer: Trainer, plants: Plants) -> AbstractContextManager[object]:
 def plant_valley(trainer: Trainer) -> AbstractContextManager[object]:
     """Plant validation losses that fall until step LOWEST and rise after it."""
 
-    def planted(model: object, batch: MicroBatch, *about: object) -> tuple[float, int]:
+    def planted(model: object, batch: MicroBatch, *options: object) -> tuple[float, int]:
         return batch.targets.numel() * (1.0 + abs(trainer.step - LOWEST)), batch.targets.numel()
 
     return mock.patch.object(losses, "_pass_loss", planted)
@@ -134,7 +134,7 @@ def train(
     def is_asked() -> bool:
         return rank == world_size - 1 and bool(stops_at) and holder[0].step + 1 >= stops_at
 
-    trainer = made(typed, is_asked)
+    trainer = new_trainer(typed, is_asked)
     holder.append(trainer)
     trainer.lag = lag  # as on CUDA
     valley = plant_valley(trainer) if trainer.parts.config.train.patience else nullcontext()

@@ -18,11 +18,11 @@ from tests.chats.families import write_lines, write_tokenizer
 USUAL = 16
 
 
-def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Prepared:
-    return prepare(composed(tmp_path, count, *words, ranks=ranks))
+def opened(tmp_path, count: int, *args: str, ranks: int = 2) -> Prepared:
+    return prepare(composed(tmp_path, count, *args, ranks=ranks))
 
 
-def composed(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
+def composed(tmp_path, count: int, *args: str, ranks: int = 2) -> Composed:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     rows = [
         {"messages": [{"role": "user", "content": f"{n} red"},
@@ -34,54 +34,54 @@ def composed(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
         "data=chat", f"data.path={file}", f"data.tokenizer={tokenizer}", "data.val_fraction=0",
         "model=llama3_1b", "launch.device=cpu", f"launch.nproc_per_node={ranks}",
     ]  # fmt: skip
-    return compose_config([*fixed, *words])
+    return compose_config([*fixed, *args])
 
 
 @pytest.mark.parametrize("packs", ["true", "false"])
 @pytest.mark.parametrize("count", [50, 200, 2000])
 def test_any_number_of_conversations_trains_for_enough_steps(tmp_path, count, packs):
-    found = opened(tmp_path, count, f"data.packing={packs}")
-    train = found.config.train
+    data = opened(tmp_path, count, f"data.packing={packs}")
+    train = data.config.train
     assert train.steps is not None
     assert train.steps >= (50 if count > 50 else 37)
     assert 4 <= train.global_batch_size <= USUAL
-    assert isinstance(found.data.train, DocumentSet)
-    assert int(found.data.train.lengths.max()) - 1 <= train.seq_len <= 4096
-    rows = found.data.train.samples(train.seq_len)
+    assert isinstance(data.data.train, DocumentSet)
+    assert int(data.data.train.lengths.max()) - 1 <= train.seq_len <= 4096
+    rows = data.data.train.samples(train.seq_len)
     passes = train.steps * train.global_batch_size / len(rows)
     assert 3 <= passes <= 3 + train.global_batch_size / len(rows)
 
 
 def test_what_is_set_stays(tmp_path):
-    found = opened(tmp_path, 40, "train.global_batch_size=8", "train.seq_len=512", "train.epochs=1")
-    train = found.config.train
+    data = opened(tmp_path, 40, "train.global_batch_size=8", "train.seq_len=512", "train.epochs=1")
+    train = data.config.train
     assert (train.global_batch_size, train.seq_len) == (8, 512)
-    assert found.config.train.steps == max(1, -(-len(found.data.train.samples(512)) // 8))
+    assert data.config.train.steps == max(1, -(-len(data.data.train.samples(512)) // 8))
     assert opened(tmp_path, 40, "train.steps=7").config.train.steps == 7
 
 
 def test_a_step_has_a_sample_for_each_rank_and_micro_batch(tmp_path):
-    words = ["train.micro_batch_size=2", "accumulation.steps=3"]
-    assert opened(tmp_path, 30, *words).config.train.global_batch_size == 12
+    args = ["train.micro_batch_size=2", "accumulation.steps=3"]
+    assert opened(tmp_path, 30, *args).config.train.global_batch_size == 12
     assert opened(tmp_path, 30, ranks=24).config.train.global_batch_size == 24
 
 
 @pytest.mark.parametrize("count", [50, 200, 2000])
 def test_a_run_on_conversations_is_the_same_on_other_ranks(tmp_path, count):
-    found = {opened(tmp_path, count, ranks=ranks).config.train.run_dir for ranks in (1, 2, 3, 4)}
-    assert len(found) == 1
+    result = {opened(tmp_path, count, ranks=ranks).config.train.run_dir for ranks in (1, 2, 3, 4)}
+    assert len(result) == 1
 
 
 def test_text_keeps_the_usual_numbers(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 5000)
-    words = ["data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu"]
-    found = prepare(compose_config([*words, "launch.nproc_per_node=2"]))
-    assert (found.config.train.steps, found.config.train.global_batch_size) == (500, USUAL)
-    many = prepare(compose_config([*words, "launch.nproc_per_node=20"])).config.train
+    args = ["data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu"]
+    resolved = prepare(compose_config([*args, "launch.nproc_per_node=2"]))
+    assert (resolved.config.train.steps, resolved.config.train.global_batch_size) == (500, USUAL)
+    many = prepare(compose_config([*args, "launch.nproc_per_node=20"])).config.train
     assert many.global_batch_size == 20
 
 
-def of_text(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
+def of_text(tmp_path, count: int, *args: str, ranks: int = 2) -> Composed:
     """Text for a model with a tokenizer of its own, whose tokens are not bytes."""
     folder = write_tokenizer(tmp_path / "model", "chatml")
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
@@ -92,51 +92,51 @@ def of_text(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
         "data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu", "model=hf",
         f"model.path={folder}", "model.init=random", f"launch.nproc_per_node={ranks}",
     ]  # fmt: skip
-    return compose_config([*fixed, *words])
+    return compose_config([*fixed, *args])
 
 
-@pytest.mark.parametrize(("made", "count", "words"), [
+@pytest.mark.parametrize(("result", "count", "args"), [
     (composed, 50, ["train.epochs=2"]), (composed, 300, ["train.epochs=1", "data.packing=false"]),
     (composed, 300, ["train.tokens=40000"]), (of_text, 3000, ["train.epochs=1"]),
     (of_text, 9000, ["train.epochs=0.5", "train.seq_len=64"]),
 ])  # fmt: skip
-def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, made, count, words):
-    config = made(tmp_path, count, *words)
-    found, estimator = prepare(config).config.train, Estimator()
+def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, result, count, args):
+    config = result(tmp_path, count, *args)
+    resolved, estimator = prepare(config).config.train, Estimator()
     placed = estimator.prepare(config).config
     known = placed.train.seq_len, placed.train.global_batch_size
-    assert known == (found.seq_len, found.global_batch_size)
-    assert total_steps(placed, estimator.data_of(placed)) == found.steps
+    assert known == (resolved.seq_len, resolved.global_batch_size)
+    assert total_steps(placed, estimator.data_of(placed)) == resolved.steps
     assert len(estimator._data) == 1  # read once
 
 
 @pytest.mark.parametrize("to", [1, 2, 3])
-@pytest.mark.parametrize(("made", "count", "words", "begun_on"), [
+@pytest.mark.parametrize(("result", "count", "args", "begun_on"), [
     (of_text, 9000, ["train.steps=6", "train.steps=12", "data.val_fraction=0"], 1),
     (composed, 300, ["train.epochs=0.5", "train.epochs=4"], 2),
     (of_text, 9000, ["train.steps=500", "train.steps=40", "train.seq_len=16"], 24),
 ])  # fmt: skip
 def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
-    tmp_path, monkeypatch, made, count, words, begun_on, to
+    tmp_path, monkeypatch, result, count, args, begun_on, to
 ):
     monkeypatch.chdir(tmp_path)
-    first, longer, *more = words
+    first, longer, *more = args
     begun = make_run_plan(
-        prepare(made(tmp_path, count, first, *more, ranks=begun_on)).config
+        prepare(result(tmp_path, count, first, *more, ranks=begun_on)).config
     ).config
     run_dir = tmp_path / str(begun.train.run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(config_to_yaml(begun))
     (run_dir / "overrides.txt").write_text(first)
-    wanted = made(tmp_path, count, longer, *more, ranks=to)
+    wanted = result(tmp_path, count, longer, *more, ranks=to)
     plan = make_run_plan(inspect_run_dir(prepare(wanted).config, "auto").config)
-    kept = ("train.run_dir", "train.seq_len", "train.global_batch_size",
+    names = ("train.run_dir", "train.seq_len", "train.global_batch_size",
             "lr_scheduler.warmup_steps", "optimizer.lr")  # fmt: skip
-    assert [plan.config.value(key) for key in kept] == [begun.value(key) for key in kept]
+    assert [plan.config.value(key) for key in names] == [begun.value(key) for key in names]
     assert plan.config.train.steps != begun.train.steps
     assert plan.batches.micro_batch_size == -(-begun.train.global_batch_size // to)
     fresh = prepare(wanted, resume="never").config
-    assert any(fresh.value(key) != begun.value(key) for key in kept)
-    (run_dir / "overrides.txt").write_text("\n".join(f"{key}={begun.value(key)}" for key in kept))
+    assert any(fresh.value(key) != begun.value(key) for key in names)
+    (run_dir / "overrides.txt").write_text("\n".join(f"{key}={begun.value(key)}" for key in names))
     with pytest.raises(UsageError, match="contains a run with a different configuration"):
         inspect_run_dir(prepare(wanted).config, "auto")

@@ -21,7 +21,7 @@ from fsdpctl.run.environment import read_start_events
 from tests.commands.test_interruptions import wait_for
 from tests.distributed import distributed
 from tests.hostile import everything_in
-from tests.training.ranks import lines, made, plant_valley, train, words
+from tests.training.ranks import lines, new_trainer, plant_valley, run_args, train
 
 RISES = (
     "data.val_fraction=0.2", "train.eval_every=2", "train.eval_batches=2", "train.steps=40",
@@ -53,7 +53,7 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
     for name, at in (("whole", (0,)), ("stopped", (*stops, 0))):
         folder = tmp_path / name
         folder.mkdir()
-        typed = words(folder, 2, *RISES, f"train.run_dir={folder / 'run'}")
+        typed = run_args(folder, 2, *RISES, f"train.run_dir={folder / 'run'}")
         for stop in at:
             train(world_size=2, typed=typed, plants={}, stops_at=stop, result=str(folder / "end"))
             error = (folder / "end.error").read_text()
@@ -64,9 +64,9 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         there = {each.name for each in (folder / "run" / CHECKPOINTS).glob("step-*")}
         assert there == {"step-00000008", "step-00000014"}  # three validations later
         assert open_best(str(folder / "run")).manifest.progress.step == 8
-        found = read_status(folder / "run")
+        status = read_status(folder / "run")
         why = "no lower validation loss since step 8 (train.patience=3)"
-        assert (found.state, found.message) == ("finished", why)
+        assert (status.state, status.message) == ("finished", why)
         assert (
             inspect_run_dir(prepare(compose_config(typed)).config, "auto").start_kind
             is StartKind.FINISHED
@@ -81,7 +81,7 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         assert torch.equal(values, ends["stopped"][key])
 
 
-def no_links(*about: object) -> None:
+def no_links(*options: object) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
@@ -91,8 +91,8 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
     rank, world_size, has_links, tmp_path, monkeypatch
 ):
     run, copy = tmp_path / "run", tmp_path / "copy"
-    typed = words(tmp_path, 1, *RISES, "train.steps=12", f"train.run_dir={run}")
-    trainer = made(typed, lambda: step_folder(run / CHECKPOINTS, 5).exists())
+    typed = run_args(tmp_path, 1, *RISES, "train.steps=12", f"train.run_dir={run}")
+    trainer = new_trainer(typed, lambda: step_folder(run / CHECKPOINTS, 5).exists())
     with plant_valley(trainer), pytest.raises(StoppedError):
         trainer.run()
     shutil.copytree(run, copy)
@@ -100,20 +100,20 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
     assert (copy / CHECKPOINTS / BEST / MANIFEST).is_file()
     if not has_links:  # as on exFAT
         monkeypatch.setattr(os, "symlink", no_links)
-    trainer = made([*typed[:-1], f"train.run_dir={copy}"])
+    trainer = new_trainer([*typed[:-1], f"train.run_dir={copy}"])
     with plant_valley(trainer):
         trainer.run()
     best = step_folder(copy / CHECKPOINTS, 8)
     links = {LATEST: "step-00000012", BEST: best.name} if has_links else {}
     assert first == "step-00000004"
-    kept = {best.name, "step-00000012", *links}
-    wait_for(lambda: {each.name for each in (copy / CHECKPOINTS).iterdir()} == kept)
+    names = {best.name, "step-00000012", *links}
+    wait_for(lambda: {each.name for each in (copy / CHECKPOINTS).iterdir()} == names)
     assert {name: os.readlink(copy / CHECKPOINTS / name) for name in links} == links
     for source in (copy, copy / CHECKPOINTS, best):
         assert open_best(str(source)).folder == best
     warnings = [each for record in read_start_events(copy) for each in record.warnings]
-    said = f"{copy / CHECKPOINTS / BEST}: cannot link to step-00000004: Operation not permitted"
-    assert [each.partition(": ")[2] for each in warnings] == ([] if has_links else [said])
+    message = f"{copy / CHECKPOINTS / BEST}: cannot link to step-00000004: Operation not permitted"
+    assert [each.partition(": ")[2] for each in warnings] == ([] if has_links else [message])
     assert everything_in(run) == before
 
 
@@ -124,4 +124,4 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
 ])  # fmt: skip
 def test_losses_that_cannot_be_compared_are_refused(tmp_path, more, message):
     with pytest.raises(UsageError, match=message):
-        prepare(compose_config(words(tmp_path, 1, *RISES, *more), None if more else "quick"))
+        prepare(compose_config(run_args(tmp_path, 1, *RISES, *more), None if more else "quick"))

@@ -26,7 +26,7 @@ from fsdpctl.training.journal import Journal
 from fsdpctl.training.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.distributed import distributed
-from tests.training.ranks import lines, made, plant, words
+from tests.training.ranks import lines, new_trainer, plant, run_args
 
 RUN = cast(Trainer, SimpleNamespace())
 
@@ -45,8 +45,8 @@ class SlowStore:
         pass
 
 
-def configured(**about: Any) -> Config:
-    config = replace(Config(), **about)
+def configured(**kwargs: Any) -> Config:
+    config = replace(Config(), **kwargs)
     return replace(config, train=replace(config.train, steps=9))
 
 
@@ -94,8 +94,8 @@ def test_ranks_that_end_together_do_not_disturb_a_save_in_progress(
         return write_rank(*args)
 
     monkeypatch.setattr(save, "_write_rank", write_slowly)
-    trainer = made(
-        words(tmp_path, world_size, "checkpoint.mode=async", f"train.run_dir={tmp_path / 'run'}")
+    trainer = new_trainer(
+        run_args(tmp_path, world_size, "checkpoint.mode=async", f"train.run_dir={tmp_path / 'run'}")
     )
     with plant(trainer, {4: ("loss", 0)}), pytest.raises(NonFiniteError):
         trainer.run()

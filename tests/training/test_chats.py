@@ -20,20 +20,20 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def trained(folder: Path, family: str, ranks: int, *words: str, name: str = "run") -> Path:
+def trained(folder: Path, family: str, ranks: int, *args: str, name: str = "run") -> Path:
     """A run in `folder`, of a model and chats that are made where they are not there."""
     if not (folder / "model").exists():
         make_chat_model(folder / "model", family)
         make_chats(folder / "chat.jsonl")
-    given = {
+    options = {
         "model": "hf", "model.path": "model", "data": "chat", "data.path": "chat.jsonl",
         "train.seq_len": "64", "train.global_batch_size": "7", "train.steps": str(STEPS),
         "optimizer.lr": "1e-3", "lr_scheduler.warmup_steps": "2", "train.sample_tokens": "8",
         "train.run_dir": name, "launch.nproc_per_node": str(ranks), "data.val_fraction": "0.1",
-        "checkpoint.every": "4", **dict(word.split("=", 1) for word in words),
+        "checkpoint.every": "4", **dict(arg.split("=", 1) for arg in args),
     }  # fmt: skip
     done = fsdpctl(
-        "train", *(f"{key}={value}" for key, value in given.items() if value), cwd=folder
+        "train", *(f"{key}={value}" for key, value in options.items() if value), cwd=folder
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / name
@@ -89,12 +89,12 @@ def test_a_run_resumes_in_its_second_epoch_with_other_ranks(tmp_path):
 
 def test_losses_are_equal_with_recomputation_compilation_and_chunks(tmp_path):
     plain = losses(trained(tmp_path, "qwen3", 2))
-    for number, word in enumerate(
+    for number, arg in enumerate(
         ("activation_checkpointing=full", "activation_checkpointing=selective",
          "train.loss_chunk_tokens=50", "train.compile=true", "accumulation.steps=2")
     ):  # fmt: skip
-        found = losses(trained(tmp_path, "qwen3", 2, word, name=f"run-{number}"))
-        assert found == pytest.approx(plain, rel=1e-5), word
+        result = losses(trained(tmp_path, "qwen3", 2, arg, name=f"run-{number}"))
+        assert result == pytest.approx(plain, rel=1e-5), arg
 
 
 def test_an_exported_model_stops_at_the_end_of_a_message(tmp_path):
@@ -110,15 +110,15 @@ def test_an_exported_model_stops_at_the_end_of_a_message(tmp_path):
 def test_a_chat_renders_messages_as_in_training(tmp_path):
     long = ["train.steps=", "train.epochs=12", "optimizer.lr=1e-2", "data.val_fraction=0"]
     run = trained(tmp_path, "llama", 2, *long)
-    asked = ["--chat", "--greedy", "--tokens", "30", "--prompt", "dog"]
-    done = fsdpctl("sample", str(run), *asked, cwd=tmp_path)
+    options = ["--chat", "--greedy", "--tokens", "30", "--prompt", "dog"]
+    done = fsdpctl("sample", str(run), *options, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "dog\n"), done.stderr
     exported = fsdpctl("consolidate-checkpoint", str(run), "out", cwd=tmp_path)
     assert exported.returncode == 0, exported.stderr
     theirs = opened_by_transformers(tmp_path / "out")
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     messages = [{"role": "user", "content": "dog"}]
-    about = {"add_generation_prompt": True, "return_tensors": "pt"}
-    prompt = tokenizer.apply_chat_template(messages, **about)
-    said = theirs.generate(**prompt, do_sample=False, max_new_tokens=30)[0]
-    assert tokenizer.decode(said[prompt["input_ids"].shape[1] :]) == "dog<|im_end|>"
+    kwargs = {"add_generation_prompt": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(messages, **kwargs)
+    message = theirs.generate(**prompt, do_sample=False, max_new_tokens=30)[0]
+    assert tokenizer.decode(message[prompt["input_ids"].shape[1] :]) == "dog<|im_end|>"

@@ -57,7 +57,7 @@ def traced_steps(
     run = cast(Trainer, SimpleNamespace(step=steps.start, total_steps=steps.stop, is_traced=False))
     vars(run).update(collectives=Mock(), requests=Mock())
     profiling.begin(run)
-    batch, found = token_batches(1, 1)[0][0][0], []
+    batch, results = token_batches(1, 1)[0][0][0], []
     for step in steps:
         run.step = step
         profiling.act(run, RequestFlags(profile=step in requested))
@@ -65,9 +65,9 @@ def traced_steps(
         next_token_loss(model, batch).backward()
         profiling.after_launch(run)
         if was_traced and not run.is_traced:
-            found.append(step)
+            results.append(step)
     profiling.end(run, None)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("steps", "traced"), [(8, 3), (5, 3), (2, 2)])

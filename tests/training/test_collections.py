@@ -11,7 +11,7 @@ from fsdpctl.errors import StoppedError
 from fsdpctl.training import trainer as module
 from fsdpctl.training.trainer import Callback, Trainer, synchronized_gc
 from tests.distributed import distributed
-from tests.training.ranks import made, words
+from tests.training.ranks import new_trainer, run_args
 
 EVERY = 4
 
@@ -40,14 +40,14 @@ class Litter(Callback):
 @pytest.mark.parametrize("is_enabled", [True, False])
 @distributed(world_size=2)
 def test_all_ranks_collect_after_the_same_steps(rank, world_size, is_enabled, tmp_path):
-    typed = words(tmp_path, 2, "train.steps=12", "checkpoint.every=6", "data.val_fraction=0.1",
+    typed = run_args(tmp_path, 2, "train.steps=12", "checkpoint.every=6", "data.val_fraction=0.1",
                   "train.eval_every=7", f"train.run_dir={tmp_path}/run")  # fmt: skip
-    trainer, litter, found = made(typed), Litter(), []
+    trainer, litter, results = new_trainer(typed), Litter(), []
     trainer._callbacks = [*trainer._callbacks, litter]
 
-    def note(phase: str, about: dict[str, Any]) -> None:
+    def note(phase: str, options: dict[str, Any]) -> None:
         if phase == "start":
-            found.append((trainer.step, about["generation"]))
+            results.append((trainer.step, options["generation"]))
 
     (gc.enable if is_enabled else gc.disable)()
     frozen = gc.get_freeze_count()
@@ -57,9 +57,9 @@ def test_all_ranks_collect_after_the_same_steps(rank, world_size, is_enabled, tm
     assert gc.isenabled() == is_enabled
     assert gc.get_freeze_count() <= frozen
     gc.enable()
-    assert (0, 2) in found
+    assert (0, 2) in results
     # After every fourth step, before a checkpoint and after a validation.
-    assert [each for each in found if each[0]] == [(4, 2), (6, 2), (7, 2), (8, 2)]
+    assert [each for each in results if each[0]] == [(4, 2), (6, 2), (7, 2), (8, 2)]
     assert litter.most == EVERY
 
 

@@ -79,8 +79,8 @@ def test_a_stream_that_is_closed_is_silent(monkeypatch):
 
 def test_lines_are_kept_with_their_time_where_there_is_room(tmp_path):
     journal(tmp_path / "log", "one\ntwo \x1b[2J")
-    said = (tmp_path / "log").read_text().splitlines()
-    assert [line[20:] for line in said] == ["one", "two \N{REPLACEMENT CHARACTER}[2J"]
+    out = (tmp_path / "log").read_text().splitlines()
+    assert [line[20:] for line in out] == ["one", "two \N{REPLACEMENT CHARACTER}[2J"]
     journal(tmp_path / "no" / "log", "one")
     journal(tmp_path, "one")
 
@@ -90,11 +90,11 @@ def test_what_steers_a_terminal_is_not_printed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "unbuffered"), [
+@pytest.mark.parametrize(("args", "unbuffered"), [
     (("--help",), ""), (("list", "--json"), "1"), (("list",), ""),
 ])  # fmt: skip
 def test_a_full_disk_is_an_error_of_every_command_and_a_reader_that_exits_is_none(
-    tmp_path, words, unbuffered
+    tmp_path, args, unbuffered
 ):
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100))
     read, write = os.pipe()
@@ -106,7 +106,7 @@ def test_a_full_disk_is_an_error_of_every_command_and_a_reader_that_exits_is_non
         with file:
             done += [
                 subprocess.run(
-                    command(*words), stdout=file, stderr=subprocess.PIPE, preexec_fn=limited,
+                    command(*args), stdout=file, stderr=subprocess.PIPE, preexec_fn=limited,
                     env=environment() | {"PYTHONUNBUFFERED": unbuffered}, text=True, check=False,
                 )
             ]  # fmt: skip

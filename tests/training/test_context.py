@@ -18,7 +18,7 @@ from tests.commands.run import TINY, invoke
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.training.chats import make_chat_model, make_chats
-from tests.training.ranks import lines, made, words
+from tests.training.ranks import lines, new_trainer, run_args
 
 STEPS = 3
 SHARED = "train.context_parallel"
@@ -30,7 +30,7 @@ FP32 = ["precision=fp32", f"train.steps={STEPS}", "train.self_check=auto", "opti
 def train_each(rank: int, world_size: int, runs: Sequence[list[str]]) -> None:
     """Train several runs on the same ranks, one after another."""
     for typed in runs:
-        made(typed).run()
+        new_trainer(typed).run()
 
 
 def figures(run_dir: Path) -> list[tuple[float, float, int]]:
@@ -39,11 +39,11 @@ def figures(run_dir: Path) -> list[tuple[float, float, int]]:
 
 
 def run_words(folder: Path, ranks: int, shared: int, *more: str, key: str = SHARED) -> list[str]:
-    given = [*FP32, *more, f"{key}={shared}", f"train.run_dir={folder / f'shared-{shared}'}"]
-    sized = any(word.startswith("model.path=") for word in more)
-    typed = words(folder, ranks, *given)
-    own = [word for word in typed if not (sized and word in TINY)]
-    return [word for word in own if not (sized and word == "data.val_fraction=0")]
+    args = [*FP32, *more, f"{key}={shared}", f"train.run_dir={folder / f'shared-{shared}'}"]
+    sized = any(arg.startswith("model.path=") for arg in more)
+    typed = run_args(folder, ranks, *args)
+    tiny = [arg for arg in typed if not (sized and arg in TINY)]
+    return [arg for arg in tiny if not (sized and arg == "data.val_fraction=0")]
 
 
 def check_alike(
@@ -86,10 +86,10 @@ def test_losses_are_those_of_ranks_with_samples_of_their_own(tmp_path, more):
     check_alike(tmp_path, 4, [1, 2, 4], *more)
 
 
-def _mean_of_rank(model: Any, batch: Any, *about: Any) -> Any:
+def _mean_of_rank(model: Any, batch: Any, *options: Any) -> Any:
     """The loss as if every rank had as many targets."""
-    found = _summed(model, batch, *about)
-    return found * batch.targets.numel() / max(1, int((batch.targets >= 0).sum()))
+    result = _summed(model, batch, *options)
+    return result * batch.targets.numel() / max(1, int((batch.targets >= 0).sum()))
 
 
 _summed = summed_loss
@@ -98,7 +98,7 @@ _summed = summed_loss
 @distributed(world_size=2, timeout=150)
 @mock.patch("fsdpctl.training.train_step.summed_loss", _mean_of_rank)
 def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
-    made(typed).run()
+    new_trainer(typed).run()
 
 
 @pytest.mark.slow
@@ -136,17 +136,17 @@ def test_a_run_resumes_with_another_number(tmp_path):
     """As closely as rounding allows."""
 
     def run(folder: str, steps: int, shared: int) -> list[str]:
-        return words(tmp_path, 2, *FP32, f"train.run_dir={tmp_path / folder}",
+        return run_args(tmp_path, 2, *FP32, f"train.run_dir={tmp_path / folder}",
                      f"train.steps={steps}", f"{SHARED}={shared}")  # fmt: skip
 
     train_each(world_size=2, runs=[run("a", 2, 1), run("a", 4, 2), run("b", 4, 1)])
     for one, other in zip(figures(tmp_path / "a"), figures(tmp_path / "b"), strict=True):
         assert one == pytest.approx(other, rel=1e-6)
-    code, said = invoke("data", "--run", str(tmp_path / "a"), "--step", "4", "--rank", "1")
-    assert (code, said.count("(ranks 0, 1)")) == (0, 12)
+    code, out = invoke("data", "--run", str(tmp_path / "a"), "--step", "4", "--rank", "1")
+    assert (code, out.count("(ranks 0, 1)")) == (0, 12)
 
 
-@pytest.mark.parametrize(("more", "said"), [
+@pytest.mark.parametrize(("more", "error"), [
     ([f"{SHARED}=3"], f"{SHARED}=3: expected a divisor of the 4 ranks"),
     ([f"{SHARED}=2", "engine=fsdp2"], f"{SHARED}=2: requires engine=fsdpctl, got engine=fsdp2"),
     ([f"{SHARED}=4", "model.num_heads=2", "model.num_kv_heads=2"],
@@ -154,13 +154,13 @@ def test_a_run_resumes_with_another_number(tmp_path):
     ([f"{SHARED}=2", "train.global_batch_size=1"], "expected at least 2, one sample per 2 ra"),
     ([f"{SHARED}=2", "launch.nproc_per_node=3"], f"{SHARED}=2: expected a divisor of the 3"),
 ])  # fmt: skip
-def test_what_conflicts_is_rejected(tmp_path, more, said):
-    with pytest.raises(UsageError, match=said):
-        make_run_plan(prepare(compose_config(words(tmp_path, 4, *more))).config)
+def test_what_conflicts_is_rejected(tmp_path, more, error):
+    with pytest.raises(UsageError, match=error):
+        make_run_plan(prepare(compose_config(run_args(tmp_path, 4, *more))).config)
 
 
 def test_ranks_that_share_samples_are_on_one_node():
-    given = ["model=llama_tiny", "launch.nproc_per_node=3", "launch.nnodes=4", f"{SHARED}=2"]
-    code, printed = invoke("estimate-memory", *given)
+    args = ["model=llama_tiny", "launch.nproc_per_node=3", "launch.nnodes=4", f"{SHARED}=2"]
+    code, printed = invoke("estimate-memory", *args)
     assert code == 2
     assert "expected a divisor or a multiple of the 3 ranks of a node" in printed

@@ -12,20 +12,23 @@ from fsdpctl.training.callbacks.reporting import EstimateReport, _compared_peaks
 MIB = 1 << 20
 
 
-def kept(folder: Path, **about: object) -> Path:
+def write_estimate(folder: Path, **kwargs: object) -> Path:
     known = {"peak_allocated_bytes": MIB, "peak_reserved_bytes": MIB}
-    (folder / ESTIMATE).write_text(json.dumps({**known, **about}))
+    (folder / ESTIMATE).write_text(json.dumps({**known, **kwargs}))
     return folder
 
 
 def test_the_step_time_is_compared_with_the_prediction(tmp_path):
     checks = EstimateReport(
-        kept(tmp_path, predicted_step_seconds=0.3, prediction_source="specs of cluster=h100"), 0
+        write_estimate(
+            tmp_path, predicted_step_seconds=0.3, prediction_source="specs of cluster=h100"
+        ),
+        0,
     )
     checks._seconds = [9.0, 0.2, 0.28]
-    found = checks.time_report()
-    assert found is not None
-    message, values = found
+    result = checks.time_report()
+    assert result is not None
+    message, values = result
     assert message == (
         "step time: 0.24 s measured, 0.3 s predicted (25% above measured; specs of cluster=h100)"
     )
@@ -33,7 +36,7 @@ def test_the_step_time_is_compared_with_the_prediction(tmp_path):
 
 
 def test_without_an_estimate_nothing_is_compared(tmp_path):
-    for folder in (kept(tmp_path), tmp_path / "elsewhere"):
+    for folder in (write_estimate(tmp_path), tmp_path / "elsewhere"):
         checks = EstimateReport(folder, 0)
         checks._seconds = [1.0] * 3
         assert checks.time_report() is None
@@ -47,6 +50,6 @@ def test_peak_memory_is_compared_with_the_estimate(tmp_path):
         "memory: 4.0 MiB allocated peak, equal to the estimate; "
         "8.0 MiB reserved peak, 6.0 MiB estimated (25.0% below measured)"
     )
-    assert EstimateReport(kept(tmp_path), 0).memory_report(9 * MIB) == (
+    assert EstimateReport(write_estimate(tmp_path), 0).memory_report(9 * MIB) == (
         "memory: 9.0 MiB per process, with Python and its libraries; 1.0 MiB estimated for tensors"
     )

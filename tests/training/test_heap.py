@@ -22,16 +22,16 @@ def resident() -> int:
 @distributed(world_size=1, timeout=60)
 def test_holes_are_returned_to_the_system(rank: int, world_size: int) -> None:
     """Leave holes between small tensors that stay; then only a trim returns their pages."""
-    made = [torch.ones(16 << 10) for _ in range(2000)]  # 64 KiB each
-    kept = made[::8]
+    tensors = [torch.ones(16 << 10) for _ in range(2000)]  # 64 KiB each
+    remaining = tensors[::8]
     full = resident()
-    made.clear()
+    tensors.clear()
     torch.ones(1)
     HeapTrim().on_step(None, SimpleNamespace(step=19))  # type: ignore[arg-type]
     assert resident() > full - 30 * MIB
     HeapTrim().on_step(None, SimpleNamespace(step=20))  # type: ignore[arg-type]
     assert resident() < full - 90 * MIB
-    assert len(kept) == 250
+    assert len(remaining) == 250
 
 
 _RECORDING = f"""
@@ -51,10 +51,10 @@ with joined_world("cpu", 60, dist.HashStore()):
 
 
 def test_collectives_are_recorded_up_to_a_number_and_all_are_counted():
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _RECORDING],
-        capture_output=True, text=True, env={**environment(), **place},
+        capture_output=True, text=True, env={**environment(), **environ},
     )  # fmt: skip
     expected = f"{RECORDED_COLLECTIVES} {RECORDED_COLLECTIVES + 100}"
     assert done.stdout.strip() == expected, done.stderr

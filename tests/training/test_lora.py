@@ -45,12 +45,12 @@ STEPS, THREE = 6, "train.steps=3"
 ALSO = "model.lora.also"
 
 
-def words(folder: Path, ranks: int, *more: str, family: str = "llama") -> list[str]:
+def lora_args(folder: Path, ranks: int, *more: str, family: str = "llama") -> list[str]:
     """Of a run on the model of `family`, in which every step has the same learning rate."""
     base = folder / "base"
     if not base.is_dir():
         save_model(family, base)
-    given = [
+    args = [
         "model=hf", f"model.path={base}", "data=text", f"data.path={make_text(folder)}",
         "data.tokenizer=bytes", "data.val_fraction=0", "train.seq_len=16",
         "train.global_batch_size=12", f"train.steps={STEPS}", "train.sample_tokens=0",
@@ -59,21 +59,21 @@ def words(folder: Path, ranks: int, *more: str, family: str = "llama") -> list[s
         f"launch.nproc_per_node={ranks}", "launch.device=cpu", f"train.run_dir={folder / 'run'}",
         "model.lora.rank=4", "model.lora.alpha=12", *more,
     ]  # fmt: skip
-    last = dict(word.split("=", 1) for word in given)
+    last = dict(arg.split("=", 1) for arg in args)
     return [f"{name}={value}" for name, value in last.items()]
 
 
-def run(typed: list[str], ranks: int, result: Path, **about: Any) -> dict[str, torch.Tensor]:
-    train(world_size=ranks, typed=typed, plants={}, result=str(result), **about)
-    assert Path(f"{result}.error").read_text() == about.get("error", "")
+def run(typed: list[str], ranks: int, result: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+    train(world_size=ranks, typed=typed, plants={}, result=str(result), **kwargs)
+    assert Path(f"{result}.error").read_text() == kwargs.get("error", "")
     state: dict[str, torch.Tensor] = torch.load(result)
     return state
 
 
 def newest(folder: Path) -> CheckpointReader:
-    found = newest_checkpoint(folder / "run" / "checkpoints")
-    assert found is not None
-    return CheckpointReader(found)
+    result = newest_checkpoint(folder / "run" / "checkpoints")
+    assert result is not None
+    return CheckpointReader(result)
 
 
 def losses(folder: Path) -> list[float]:
@@ -103,15 +103,15 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
     data = open_data(config.data)
     rows = data.train.samples(config.train.seq_len)
     batches = Batches(rows, plan_batches(12, 1), seed, data.vocab_size)
-    found = []
+    results = []
     for step in range(STEPS):
         batch = batches.training(step * 12, 0, 0)
         loss = F.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
 @pytest.mark.parametrize(("family", "ranks", "more"), [
@@ -129,7 +129,7 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
     ),
 ])  # fmt: skip
 def test_losses_are_those_of_a_plain_loop_with_peft(tmp_path, family, ranks, more):
-    typed = words(tmp_path, ranks, *more, family=family)
+    typed = lora_args(tmp_path, ranks, *more, family=family)
     expected = losses_of_peft(resolved(typed), tmp_path)
     run(typed, ranks, tmp_path / "state")
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
@@ -140,7 +140,7 @@ def test_losses_are_those_of_a_plain_loop_with_peft(tmp_path, family, ranks, mor
 def trained_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two ranks."""
     folder = tmp_path_factory.mktemp("llama")
-    run(words(folder, 2, "model.lora.rslora=true"), 2, folder / "state")
+    run(lora_args(folder, 2, "model.lora.rslora=true"), 2, folder / "state")
     return folder
 
 
@@ -150,13 +150,13 @@ def test_an_export_opens_in_peft_and_merged_in_transformers(tmp_path, family, tr
     trained = trained_llama
     if family != "llama":
         trained = tmp_path
-        run(words(trained, 2, "model.lora.rslora=true", family=family), 2, trained / "state")
+        run(lora_args(trained, 2, "model.lora.rslora=true", family=family), 2, trained / "state")
     source = str(trained / "run")
     for name, *options in (("adapters", "--format", "peft"), ("merged", "--merge")):
-        code, said = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
-        assert code == 0, said
-    code, said = invoke("consolidate-checkpoint", source, str(tmp_path / "neither"))
-    assert (code, "--merge" in said, "--format peft" in said) == (2, True, True), said
+        code, out = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
+        assert code == 0, out
+    code, out = invoke("consolidate-checkpoint", source, str(tmp_path / "neither"))
+    assert (code, "--merge" in out, "--format peft" in out) == (2, True, True), out
     base = AutoModelForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -170,7 +170,7 @@ def test_an_export_opens_in_peft_and_merged_in_transformers(tmp_path, family, tr
 @pytest.mark.slow
 def test_validation_changes_nothing(tmp_path):
     """Not even with dropout."""
-    typed = words(tmp_path, 2, "model.lora.dropout=0.2", "data.val_fraction=0.1")
+    typed = lora_args(tmp_path, 2, "model.lora.dropout=0.2", "data.val_fraction=0.1")
     without = run([*typed, "train.eval_every=0"], 2, tmp_path / "without")
     shutil.rmtree(tmp_path / "run")
     with_it = run([*typed, "train.eval_every=2", "train.eval_batches=1"], 2, tmp_path / "with")
@@ -178,31 +178,31 @@ def test_validation_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "passes"), [(0, ()), (100_000, ("sample", "evaluate"))])
-def test_another_base_is_rejected(tmp_path, monkeypatch, place, passes):
+@pytest.mark.parametrize(("offset", "passes"), [(0, ()), (100_000, ("sample", "evaluate"))])
+def test_another_base_is_rejected(tmp_path, monkeypatch, offset, passes):
     """At the latest before a save, if the byte is between the samples that others compare."""
     monkeypatch.setitem(FAMILIES, "wide", LlamaConfig(**_SIZES | {"vocab_size": 12000}))
-    typed = words(tmp_path, 1, "train.steps=1", family="wide")
+    typed = lora_args(tmp_path, 1, "train.steps=1", family="wide")
     run(typed, 1, tmp_path / "state")
     base, checkpoint = tmp_path / "base", newest(tmp_path).folder
-    code, said = invoke("verify-checkpoint", str(checkpoint))
-    assert (code, "base model verified" in said) == (0, True), said
+    code, output = invoke("verify-checkpoint", str(checkpoint))
+    assert (code, "base model verified" in output) == (0, True), output
     weights = load_file(base / "model.safetensors")
-    weights["model.embed_tokens.weight"].view(-1)[place] += 1
+    weights["model.embed_tokens.weight"].view(-1)[offset] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     commands = [["verify-checkpoint"], ["sample", "--tokens=1", "--prompt", "a"], ["evaluate"]]
     commands += [["consolidate-checkpoint", "--merge"], ["consolidate-checkpoint", "--format=gguf"]]
-    found = []
+    results = []
     for name, *more in commands:
         out = [str(tmp_path / "out")] if name == "consolidate-checkpoint" else []
-        code, said = invoke(name, str(checkpoint), *out, *more)
+        code, output = invoke(name, str(checkpoint), *out, *more)
         if name in passes:
-            assert code == 0, said
+            assert code == 0, output
         else:
-            found.append((code, said, "has changed"))
+            results.append((code, output, "has changed"))
     shutil.copytree(checkpoint, tmp_path / "copy")
     starts = (f"train.run_dir={tmp_path / 'other'}", f"model.path={tmp_path / 'copy'}")
-    for typed in words(tmp_path, 1), words(tmp_path, 1, *starts):  # a resumed and a new run
+    for typed in lora_args(tmp_path, 1), lora_args(tmp_path, 1, *starts):  # a resumed and a new run
         again = {"typed": typed, "result": str(tmp_path / "second")}
         message = "has changed: expected the weights"
         if not passes:
@@ -211,18 +211,18 @@ def test_another_base_is_rejected(tmp_path, monkeypatch, place, passes):
         else:
             train(world_size=1, plants={}, **again)
             error = Path(tmp_path, "second.error").read_text()
-            found.append((int(error[0]), error[2:], "has changed"))
+            results.append((int(error[0]), error[2:], "has changed"))
     assert [*tmp_path.glob("*/checkpoints/step-*")] == [checkpoint]
     base.rename(tmp_path / "elsewhere")
-    found.append((*invoke("verify-checkpoint", str(checkpoint)), "not found"))
-    for code, said, expected in found:
-        assert (code, f"base model {base} {expected}" in said) == (4, True), said
-        assert len(said.splitlines()) == 1
+    results.append((*invoke("verify-checkpoint", str(checkpoint)), "not found"))
+    for code, output, expected in results:
+        assert (code, f"base model {base} {expected}" in output) == (4, True), output
+        assert len(output.splitlines()) == 1
 
 
 @pytest.mark.slow
 def test_only_trained_parameters_are_saved(tmp_path):
-    typed = [word for word in words(tmp_path, 2) if not word.startswith("model.lora")]
+    typed = [arg for arg in lora_args(tmp_path, 2) if not arg.startswith("model.lora")]
     run([*typed, "model.trainable=layers.2.mlp|norm"], 2, tmp_path / "state")
     reader = newest(tmp_path)
     saved = reader.names("model")
@@ -232,16 +232,16 @@ def test_only_trained_parameters_are_saved(tmp_path):
     before = load_file(tmp_path / "base" / "model.safetensors")
     after = load_file(tmp_path / "whole" / "model.safetensors")
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(saved)
-    for code, said in (
+    for code, out in (
         invoke("sample", str(tmp_path / "run"), "--tokens", "3"),
         invoke("evaluate", str(tmp_path / "run")),
         invoke("inspect-checkpoint", str(tmp_path / "run")),
     ):
-        assert code == 0, said
-    assert f"base model (untrained weights): {tmp_path / 'base'}" in said
+        assert code == 0, out
+    assert f"base model (untrained weights): {tmp_path / 'base'}" in out
     words_of_merge = (str(tmp_path / "run"), str(tmp_path / "x"), "--merge")
-    code, said = invoke("consolidate-checkpoint", *words_of_merge)
-    assert (code, "has no adapters" in said) == (2, True), said
+    code, out = invoke("consolidate-checkpoint", *words_of_merge)
+    assert (code, "has no adapters" in out) == (2, True), out
 
 
 @pytest.mark.slow
@@ -250,14 +250,14 @@ def test_only_trained_parameters_are_saved(tmp_path):
 ])  # fmt: skip
 def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more, others):
     """Bit for bit on as many as before, where dropout too draws the same."""
-    whole = run(words(tmp_path, 2, *more), 2, tmp_path / "whole")
+    whole = run(lora_args(tmp_path, 2, *more), 2, tmp_path / "whole")
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "run")
-    run(words(tmp_path, 2, THREE, *more), 2, tmp_path / "first")
+    run(lora_args(tmp_path, 2, THREE, *more), 2, tmp_path / "first")
     shutil.move(tmp_path / "run", tmp_path / "stopped")
     for ranks in (2, *others):
         shutil.copytree(tmp_path / "stopped", tmp_path / "run", symlinks=True)
-        resumed = run(words(tmp_path, ranks, *more), ranks, tmp_path / "second")
+        resumed = run(lora_args(tmp_path, ranks, *more), ranks, tmp_path / "second")
         assert losses(tmp_path) == pytest.approx(expected, abs=0 if ranks == 2 else 1e-5)
         for name, value in whole.items():
             if value.dtype == torch.uint8 or ranks == 2:
@@ -268,10 +268,10 @@ def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more, others):
 @pytest.mark.slow
 def test_a_run_with_adapters_can_be_continued_over_a_skipped_step(tmp_path):
     """Its adapters are trained on."""
-    run(words(tmp_path, 2), 2, tmp_path / "first")
+    run(lora_args(tmp_path, 2), 2, tmp_path / "first")
     before = torch.load(tmp_path / "first")
     typed = [
-        *(word for word in words(tmp_path, 2) if not word.startswith(("model.", "train.run_dir"))),
+        *(arg for arg in lora_args(tmp_path, 2) if not arg.startswith(("model.", "train.run_dir"))),
         f"model.path={tmp_path / 'run'}", f"train.run_dir={tmp_path / 'second'}",
         "train.on_nonfinite=skip",
     ]  # fmt: skip
@@ -282,7 +282,7 @@ def test_a_run_with_adapters_can_be_continued_over_a_skipped_step(tmp_path):
     assert {n for n in after if not torch.equal(after[n], before[n])} == {
         name for name in after if "lora_" in name
     }
-    write_adapters(tmp_path, resolved(words(tmp_path, 1)))
+    write_adapters(tmp_path, resolved(lora_args(tmp_path, 1)))
     with pytest.raises(UsageError, match="already has adapters"):
         resolved([*typed, f"model.lora.path={tmp_path / 'adapters'}"])
 
@@ -307,7 +307,7 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(ran
 
 def test_a_merge_rounds_once(tmp_path):
     save_model("gpt2", tmp_path / "base", torch.bfloat16)
-    run(words(tmp_path, 1), 1, tmp_path / "state")
+    run(lora_args(tmp_path, 1), 1, tmp_path / "state")
     reader = newest(tmp_path)
     consolidate(reader, tmp_path / "merged", merge=True)
     consolidate(reader, tmp_path / "whole", merge=True, dtype="float32")
@@ -342,13 +342,13 @@ def test_a_slice_of_a_merged_weight_equals_the_slice_of_the_whole(trained_llama)
 ])  # fmt: skip
 def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
     """It begins with what the adapters give, and not with those that are drawn."""
-    typed = words(tmp_path, 2, f"model.lora.targets={targets}")
+    typed = lora_args(tmp_path, 2, f"model.lora.targets={targets}")
     first = run(typed, 2, tmp_path / "first")
     write_peft(newest(tmp_path), tmp_path / "adapters")
-    about = json.loads((tmp_path / "adapters" / ADAPTER_CONFIG).read_text())
-    assert about["target_modules"] == named
+    options = json.loads((tmp_path / "adapters" / ADAPTER_CONFIG).read_text())
+    assert options["target_modules"] == named
     shutil.rmtree(tmp_path / "run")
-    more = [word for word in typed if not word.startswith(("model.lora", "optimizer.lr"))]
+    more = [arg for arg in typed if not arg.startswith(("model.lora", "optimizer.lr"))]
     more += [f"model.lora.path={tmp_path / 'adapters'}", "optimizer.lr=0"]
     config = resolved(more)
     assert (config.model.lora.rank, config.model.lora.alpha) == (4, 12.0)
@@ -360,11 +360,11 @@ def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a base model and of adapters for it."""
     folder = tmp_path_factory.mktemp("adapters")
-    write_adapters(folder, resolved(words(folder, 1)))
+    write_adapters(folder, resolved(lora_args(folder, 1)))
     return folder
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "error"), [
     ({"use_dora": True}, "use_dora=True: not supported"),
     ({"bias": "all"}, "bias=all: expected none"),
     ({"peft_type": "IA3"}, "peft_type=IA3: expected LORA"),
@@ -377,39 +377,41 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"tensor": "model.embed_tokens.lora_embedding_A"}, "embeddings"),
     ({"tensor": "lm_head.weight"}, "set model.lora.also=lm_head"),
 ])  # fmt: skip
-def test_unsupported_adapters_are_rejected(tmp_path, adapters, change, said):
-    typed = words(adapters, 1)
+def test_unsupported_adapters_are_rejected(tmp_path, adapters, change, error):
+    typed = lora_args(adapters, 1)
     folder = Path(shutil.copytree(adapters / "adapters", tmp_path / "adapters"))
-    about = json.loads((folder / ADAPTER_CONFIG).read_text())
+    options = json.loads((folder / ADAPTER_CONFIG).read_text())
     change = dict(change)
     tensor = change.pop("tensor", None)
     if tensor:
         weights = load_file(folder / ADAPTER_WEIGHTS)
         weights[PREFIX + tensor] = torch.zeros(4)
         save_file(weights, folder / ADAPTER_WEIGHTS)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(about | change))
-    more = [word for word in typed if not word.startswith("model.lora")]
-    with pytest.raises(UsageError, match=said):
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(options | change))
+    more = [arg for arg in typed if not arg.startswith("model.lora")]
+    with pytest.raises(UsageError, match=error):
         resolved([*more, f"model.lora.path={folder}"])
 
 
 def write_adapters(folder: Path, config: Config) -> Path:
     """As PEFT writes them."""
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    about = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
-    peft.get_peft_model(base, about).save_pretrained(folder / "adapters")
+    options = peft.LoraConfig(
+        r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(base, options).save_pretrained(folder / "adapters")
     return folder / "adapters"
 
 
 def test_the_adapter_replaces_the_rank_of_a_recipe_but_conflicts_with_a_typed_one(adapters):
     path = f"model.lora.path={adapters / 'adapters'}"
     with pytest.raises(UsageError, match="model.lora.rank=8: model.lora.path=.* has 4"):
-        resolved(words(adapters, 1, "model.lora.rank=8", path))
+        resolved(lora_args(adapters, 1, "model.lora.rank=8", path))
     recipe = adapters / "recipe.yaml"
     recipe.write_text(
         "model: hf\nmodel.lora: {rank: 16, alpha: 2, dropout: 0.5, targets: q_proj}\n"
     )
-    typed = [word for word in words(adapters, 1) if not word.startswith(("model=", "model.lora"))]
+    typed = [arg for arg in lora_args(adapters, 1) if not arg.startswith(("model=", "model.lora"))]
     composed = compose_config([*typed, path], str(recipe))
     lora = composed.config.model.lora
     assert (lora.rank, lora.alpha, lora.dropout) == (4, 12, 0.5)

@@ -21,10 +21,10 @@ VOCAB, LENGTH = 64, 25
 
 
 def decoder(*, tied: bool) -> TransformersDecoder:
-    words = [
+    args = [
         f"model.vocab_size={VOCAB}", f"model.overrides.tie_word_embeddings={str(tied).lower()}",
     ]  # fmt: skip
-    config = compose_config([*TINY, *words, "model.overrides.initializer_range=0.1"]).config
+    config = compose_config([*TINY, *args, "model.overrides.initializer_range=0.1"]).config
     return drawn(config.model).double()
 
 
@@ -39,11 +39,11 @@ def batch(rank: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("chunk", [1, 7, 25, 50, 1000])
 def test_chunks_give_the_same_loss_and_gradients(tied: bool, chunk: int) -> None:
     whole, chunked = decoder(tied=tied), decoder(tied=tied)
-    expected, found = whole(*batch()), chunked(*batch(), chunk)
+    expected, results = whole(*batch()), chunked(*batch(), chunk)
     expected.backward()
-    found.backward()
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    results.backward()
+    assert results.dtype == torch.float32
+    torch.testing.assert_close(results, expected, rtol=1e-6, atol=0)
     for one, other in zip(whole.parameters(), chunked.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-7)
 
@@ -54,10 +54,10 @@ class Largest(TorchDispatchMode):
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
+        output = func(*args, **kwargs or {})
         if func.overloadpacket.__name__ == "_log_softmax":
-            self.numel = max(self.numel, made.numel())
-        return made
+            self.numel = max(self.numel, output.numel())
+        return output
 
 
 @pytest.mark.parametrize(("chunk", "tokens"), [(None, 2 * LENGTH), (7, 7), (20, 20)])
@@ -76,19 +76,19 @@ def test_a_sharded_model_computes_its_loss_in_chunks(rank: int, world_size: int)
             model = shard_model(decoder(tied=tied), strategy)
             model(*batch(rank), 7).backward()
             gradients = {name: each.grad for name, each in alone.named_parameters()}
-            for found, part, _ in gradients_beside(model, gradients):
-                torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-7)
+            for grads, part, _ in gradients_beside(model, gradients):
+                torch.testing.assert_close(grads, part, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("words", "chunk"), [
+@pytest.mark.parametrize(("args", "chunk"), [
     ([], 0), (["model.vocab_size=128256"], 0),
     (["model.vocab_size=128256", "train.global_batch_size=32"], 1024),
     (["model.vocab_size=16384", "train.global_batch_size=64"], 2048),
     (["model.vocab_size=128256", "train.global_batch_size=32", "accumulation.steps=4"], 0),
     (["train.loss_chunk_tokens=100"], 100),
 ])  # fmt: skip
-def test_large_logits_are_chunked_by_default(tmp_path: Path, words: list[str], chunk: int) -> None:
+def test_large_logits_are_chunked_by_default(tmp_path: Path, args: list[str], chunk: int) -> None:
     usual = [*TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=1"]
     usual += ["launch.device=cpu", "train.seq_len=64", "train.global_batch_size=4"]
-    composed = compose_config(list({w.split("=")[0]: w for w in [*usual, *words]}.values()))
+    composed = compose_config(list({w.split("=")[0]: w for w in [*usual, *args]}.values()))
     assert make_run_plan(prepare(composed).config).config.train.loss_chunk_tokens == chunk

@@ -9,7 +9,7 @@ import pytest
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.training.validation_loss import describe_validation, validation_loss
 from tests.distributed import distributed
-from tests.training.ranks import CPU, lines, made, words
+from tests.training.ranks import CPU, lines, new_trainer, run_args
 
 COUNT = 64 * 12 * 4  # the samples of four steps
 
@@ -18,28 +18,28 @@ def settings(folder: Path, flags: np.ndarray, *more: str) -> list[str]:
     """Write tokens with flags, and return the settings of a run on two ranks."""
     np.random.default_rng(0).integers(0, 200, len(flags) + 1).astype("<u2").tofile(folder / "a.bin")
     np.append(True, flags).tofile(folder / "a.bin.loss")
-    about = ["data=tokens", f"data.path={folder / 'a.bin'}", "data.format=uint16", "train.steps=4",
-             "model.vocab_size=256", "train.seq_len=64", *more]  # fmt: skip
-    return words(folder, 2, *about)
+    args = ["data=tokens", f"data.path={folder / 'a.bin'}", "data.format=uint16", "train.steps=4",
+            "model.vocab_size=256", "train.seq_len=64", *more]  # fmt: skip
+    return run_args(folder, 2, *args)
 
 
 @distributed(timeout=150)
 def train(rank: int, world_size: int, typed: list[str], folder: str) -> None:
-    trainer = made([*typed, f"train.run_dir={folder}/run"])
+    trainer = new_trainer([*typed, f"train.run_dir={folder}/run"])
     trainer.run()
     if (batches := trainer.parts.val_batches) is not None:
         model = trainer.parts.model
-        found = validation_loss(model, batches, model.collectives, CPU, at_most=0, chunk_tokens=0)
-        assert found is not None
-        assert math.isnan(found.mean)
-        assert found.to_line() == {"val_loss": None}
-        assert "nan" in describe_validation(found, trainer.parts.data)
+        result = validation_loss(model, batches, model.collectives, CPU, at_most=0, chunk_tokens=0)
+        assert result is not None
+        assert math.isnan(result.mean)
+        assert result.to_line() == {"val_loss": None}
+        assert "nan" in describe_validation(result, trainer.parts.data)
 
 
 @distributed(timeout=150)
 def refused(rank: int, world_size: int, typed: list[str], folder: str) -> None:
     with pytest.raises(SelfCheckError, match="no token of the step is trained on"):
-        made([*typed, f"train.run_dir={folder}/run"]).run()
+        new_trainer([*typed, f"train.run_dir={folder}/run"]).run()
 
 
 def steps(folder: Path) -> list[dict[str, float]]:

@@ -26,18 +26,18 @@ def test_an_error_for_want_of_memory_names_its_snapshot(
     write_snapshot(error, tmp_path, 3)
     file = tmp_path / "memory-snapshot-rank-00003.bin"
     assert file.exists() == is_named
-    said = f"{LACKS}; memory snapshot: {file} (open it at " if is_named else LACKS
-    assert str(error).startswith(said)
+    message = f"{LACKS}; memory snapshot: {file} (open it at " if is_named else LACKS
+    assert str(error).startswith(message)
     assert ("snapshot" in str(error)) == is_named
 
 
 def test_allocations_are_recorded_on_cuda_only(monkeypatch):
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **x: asked.append(x))
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **x: calls.append(x))
     watch_allocations(torch.device("cpu"))
-    assert asked == []
+    assert calls == []
     watch_allocations(torch.device("cuda"))
-    assert asked[0]["stacks"] == "python"  # those of C++ cost many times more
+    assert calls[0]["stacks"] == "python"  # those of C++ cost many times more
 
 
 @pytest.mark.cuda

@@ -22,9 +22,9 @@ def test_a_mixture_is_reported_by_source_and_resumes_to_the_bit(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
-    said = train("whole", 40, 1)
-    assert "words (75.0%), less (25.0%)" in said
-    assert "less: epoch 2 begins" in said
+    out = train("whole", 40, 1)
+    assert "words (75.0%), less (25.0%)" in out
+    assert "less: epoch 2 begins" in out
     train("parts", 20, 1)
     train("parts", 40, 1)
     of_parts, of_whole = (
@@ -39,8 +39,8 @@ def test_a_mixture_is_reported_by_source_and_resumes_to_the_bit(tmp_path):
     assert steps[40]["tokens/words"] + steps[40]["tokens/less"] == 40 * 8 * 16
     assert steps[40]["epochs/less"] > 1
     last = next(line for line in lines(tmp_path / "whole")[::-1] if "val_loss" in line)
-    found = fsdpctl("evaluate", "whole", "--json", cwd=tmp_path)
-    by_source = json.loads(found.stdout)["loss_by_source"]
+    result = fsdpctl("evaluate", "whole", "--json", cwd=tmp_path)
+    by_source = json.loads(result.stdout)["loss_by_source"]
     assert by_source["less"] == pytest.approx(last["val_loss/less"], rel=1e-5)
     assert set(by_source) == {"words", "less"}
     other = [

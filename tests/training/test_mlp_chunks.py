@@ -32,13 +32,13 @@ def test_losses_are_those_of_all_tokens_at_once(tmp_path, more):
 def test_a_model_of_transformers_has_chunks_too(tmp_path, family):
     save_decoder(family, tmp_path)
     tokens = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for chunk in (0, 7):
         model = plain_module(tmp_path, f"{CHUNKS}={chunk}", "activation_checkpointing=full")
         summed(model(tokens), tokens).backward()
-        found.append(gradients(model))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
+        results.append(gradients(model))
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "bloom"])  # experts; a layer with a residual
@@ -49,11 +49,11 @@ def test_other_layers_have_no_chunks(tmp_path, family):
 
 
 def test_chunks_need_less_memory_and_are_few():
-    words = ["model=llama3_8b", "model.num_layers=2", "cluster=h100", "launch.nproc_per_node=8",
+    args = ["model=llama3_8b", "model.num_layers=2", "cluster=h100", "launch.nproc_per_node=8",
              "train.seq_len=1048576", "model.max_seq_len=1048576", "train.context_parallel=8",
              "train.global_batch_size=1", "model.vocab_size=512",
              "activation_checkpointing=full"]  # fmt: skip
-    config = stored_config(assign_ranks(compose_config([*words, f"{CHUNKS}=auto"]).config))
+    config = stored_config(assign_ranks(compose_config([*args, f"{CHUNKS}=auto"]).config))
     chunk = make_run_plan(config).config.train.mlp_chunk_tokens
     assert chunk == 12544  # as much memory as 131,072 hidden states
     assert make_run_plan(config.changed({"train.seq_len": 8192})).config.train.mlp_chunk_tokens == 0

@@ -35,19 +35,19 @@ def make_base(folder: Path, family: str) -> Path:
     """A chat model without the tokens that its template writes, and with a row for each other."""
     make_chat_model(folder, family)
     file = folder / "tokenizer.json"
-    about = json.loads(file.read_text())
-    about["added_tokens"] = [x for x in about["added_tokens"] if x["content"] not in NEW]
-    vocabulary = about["model"]["vocab"]
+    options = json.loads(file.read_text())
+    options["added_tokens"] = [x for x in options["added_tokens"] if x["content"] not in NEW]
+    vocabulary = options["model"]["vocab"]
     for number, text in enumerate(NEW):
         vocabulary[f"unused{number}"] = vocabulary.pop(text)
-    file.write_text(json.dumps(about))
+    file.write_text(json.dumps(options))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(ROWS)
     model.save_pretrained(folder)
     return folder
 
 
-def words(folder: Path, family: str, *more: str) -> list[str]:
+def new_token_args(folder: Path, family: str, *more: str) -> list[str]:
     base = folder / "base"
     if not base.exists():
         make_base(base, family)
@@ -68,7 +68,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3 tied"])
 def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
-    config = resolved(words(tmp_path, family, *LORA))
+    config = resolved(new_token_args(tmp_path, family, *LORA))
     assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, ROWS)
     weights = initial_weights(config.model, build_model(config.model), 0)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -86,7 +86,7 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
 @pytest.mark.parametrize("family", fast("qwen3 tied", slow=["llama"]))
 @pytest.mark.parametrize("more", fast(LORA, slow=[[]]))
 def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, family, more):
-    typed = words(tmp_path, family, *more)
+    typed = new_token_args(tmp_path, family, *more)
     whole = run([*typed, "train.steps=4"], 2, tmp_path / "whole")
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "run")
@@ -108,10 +108,10 @@ def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, famil
     if more:
         to_peft = (str(tmp_path / "p"), "--format", "peft")
         assert invoke("consolidate-checkpoint", source, *to_peft)[0] == 0
-        data = [word for word in typed if word.startswith(("data", "train.seq_len"))]
-        given = [str(tmp_path / "base"), f"model.lora.path={tmp_path / 'p'}", *data]
-        found = [invoke("evaluate", *each)[1] for each in ([source], given)]
-        assert len({*map(str, (re.findall("loss .*", each) for each in found))}) == 1, found
+        data = [arg for arg in typed if arg.startswith(("data", "train.seq_len"))]
+        args = [str(tmp_path / "base"), f"model.lora.path={tmp_path / 'p'}", *data]
+        results = [invoke("evaluate", *each)[1] for each in ([source], args)]
+        assert len({*map(str, (re.findall("loss .*", each) for each in results))}) == 1, results
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
         base.resize_token_embeddings(PADDED)
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "p")
@@ -135,19 +135,19 @@ def test_adapters_use_their_tokenizer_if_it_has_new_tokens(tmp_path, saved, has_
     peft.get_peft_model(model, lora).save_pretrained(adapters)
     (tmp_path / "text.txt").write_text("Hello, it is. " * 999)
     data = ["data=text", f"data.path={tmp_path / 'text.txt'}", "train.seq_len=32"]
-    words = ["model=hf", f"model.path={base}", f"model.lora.path={adapters}", *data]
-    config = resolved([*words, "train.steps=1", f"train.run_dir={tmp_path / 'run'}"])
+    args = ["model=hf", f"model.path={base}", f"model.lora.path={adapters}", *data]
+    config = resolved([*args, "train.steps=1", f"train.run_dir={tmp_path / 'run'}"])
     assert config.data.tokenizer == str(adapters if has_new else base)
     assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, None)
 
 
-@pytest.mark.parametrize(("more", "said"), [
+@pytest.mark.parametrize(("more", "error"), [
     (["data.new_tokens=[a,a]"], r"data.new_tokens=\[a,a\]: expected different texts"),
     (["data.new_tokens=[[INST],[/INST]]"], "or as JSON"),
     (["data.tokenizer=bytes", "data=text"], "requires a model's tokenizer"),
     (["data=tokens"], "only valid with data=text or data=chat"),
 ])  # fmt: skip
-def test_new_tokens_that_cannot_be_added_are_refused(tmp_path, more, said):
-    typed = dict(word.split("=", 1) for word in [*words(tmp_path, "llama"), *more])
-    with pytest.raises(UsageError, match=said):
+def test_new_tokens_that_cannot_be_added_are_refused(tmp_path, more, error):
+    typed = dict(arg.split("=", 1) for arg in [*new_token_args(tmp_path, "llama"), *more])
+    with pytest.raises(UsageError, match=error):
         resolved([f"{name}={text}" for name, text in typed.items()])

@@ -27,7 +27,7 @@ from tests.matrix import fast
 from tests.models.families import save_model, tokens
 from tests.models.test_host_memory import MIB, most_held, save_large_model
 from tests.training.ranks import resolved
-from tests.training.test_lora import losses, losses_of_peft, newest, peft, run, words
+from tests.training.test_lora import lora_args, losses, losses_of_peft, newest, peft, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -62,7 +62,7 @@ def dequantized_base(typed: list[str], folder: Path) -> Path:
     ("gpt2", 3, ["model.base_dtype=int8", "strategy=shard_optimizer"]),
 ])  # fmt: skip
 def test_losses_are_those_of_peft_on_the_dequantized_base(tmp_path, family, ranks, more):
-    typed = words(tmp_path, ranks, FOUR_BITS, *more, family=family)
+    typed = lora_args(tmp_path, ranks, FOUR_BITS, *more, family=family)
     expected = losses_of_peft(resolved(typed), dequantized_base(typed, tmp_path))
     run(typed, ranks, tmp_path / "state")
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
@@ -86,15 +86,19 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(r
     gathered = {each.unit: each.nbytes for each in events if each.kind is EventKind.GATHER}
     state = model.state_dict()
     for block in (name for name in gathered if name.startswith("model.layers.")):
-        own = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")}
-        packed = sum(NF4.num_bytes(rows * columns) for rows, columns in own.values())
-        assert packed == pytest.approx(0.5161 * sum(a * b for a, b in own.values()), rel=1e-3)
+        unit_shapes = {
+            name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")
+        }
+        packed = sum(NF4.num_bytes(rows * columns) for rows, columns in unit_shapes.values())
+        assert packed == pytest.approx(
+            0.5161 * sum(a * b for a, b in unit_shapes.values()), rel=1e-3
+        )
         rest = [
             value.numel()
             for name, value in state.items()
-            if name.startswith(f"{block}.") and name not in own
+            if name.startswith(f"{block}.") and name not in unit_shapes
         ]
-        padding = 64 * (len(rest) + len(own) + 3 * world_size)  # at most, in elements
+        padding = 64 * (len(rest) + len(unit_shapes) + 3 * world_size)  # at most, in elements
         assert 0 <= gathered[block] - packed - 4 * sum(rest) <= 4 * padding
     for name, shape in shapes.items():
         whole = torch.empty(shape)
@@ -104,8 +108,8 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(r
 
 def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    given = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
-    config = stored_config(compose_config(given).config)
+    args = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
+    config = stored_config(compose_config(args).config)
     model = make_model(config, torch.device("cpu"), empty=True)
     load_weights(initial_weights(config.model, model.module, 0), model)
     state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
@@ -120,7 +124,7 @@ def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) ->
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two ranks."""
     folder = tmp_path_factory.mktemp("nf4")
-    run(words(folder, 2, FOUR_BITS), 2, folder / "state")
+    run(lora_args(folder, 2, FOUR_BITS), 2, folder / "state")
     return folder
 
 
@@ -130,7 +134,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     assert all("lora_" in key for key in reader.manifest.tensors)
     typed = [
         each
-        for each in words(tmp_path, 2, FOUR_BITS, "train.steps=3", "model.vocab_size=320")
+        for each in lora_args(tmp_path, 2, FOUR_BITS, "train.steps=3", "model.vocab_size=320")
         if not each.startswith(("model=", "model.path"))
     ]
     run(typed, 2, tmp_path / "state")
@@ -156,16 +160,16 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     """Merged, it is what was trained; the adapters alone open in PEFT, over any base."""
     folder = trained if family == "llama" else tmp_path
     if family != "llama":
-        run(words(folder, 2, FOUR_BITS, family=family), 2, folder / "state")
-    source, typed = str(folder / "run"), words(folder, 2, FOUR_BITS, family=family)
+        run(lora_args(folder, 2, FOUR_BITS, family=family), 2, folder / "state")
+    source, typed = str(folder / "run"), lora_args(folder, 2, FOUR_BITS, family=family)
     for name, *options in (("adapters", "--format", "peft"), ("merged", "--merge")):
-        code, said = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
-        assert code == 0, said
+        code, out = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
+        assert code == 0, out
     assert (
-        f"NF4 weights that they were trained with; the weights in {folder / 'base'} differ" in said
+        f"NF4 weights that they were trained with; the weights in {folder / 'base'} differ" in out
     )
-    where = dequantized_base(typed, folder) / "base"
-    base = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    base_dir = dequantized_base(typed, folder) / "base"
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with torch.no_grad():
@@ -174,17 +178,17 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     for source in (folder / "run", tmp_path / "merged"):
         more = ["data=text", f"data.path={folder / 'words.txt'}", "train.seq_len=16"]
         more += ["data.val_fraction=0", "data.tokenizer=bytes"]
-        code, said = invoke("evaluate", str(source), *(more if source.name == "merged" else []))
-        assert code == 0, said
-        figures.append(float(said.split("loss ")[1].split()[0]))
+        code, out = invoke("evaluate", str(source), *(more if source.name == "merged" else []))
+        assert code == 0, out
+        figures.append(float(out.split("loss ")[1].split()[0]))
     assert figures[0] == pytest.approx(figures[1], abs=2e-4)
     assert invoke("sample", str(folder / "run"), "--tokens", "3")[0] == 0
 
 
 @distributed(world_size=4)
 def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
-    given = ["model=hf", f"model.path={folder}", "model.lora.rank=2", FOUR_BITS]
-    config = stored_config(compose_config([*given, "model.lora.targets=q_proj"]).config)
+    args = ["model=hf", f"model.path={folder}", "model.lora.rank=2", FOUR_BITS]
+    config = stored_config(compose_config([*args, "model.lora.targets=q_proj"]).config)
 
     def load() -> None:
         model = make_model(config, torch.device("cpu"), empty=True)

@@ -18,21 +18,21 @@ from tests.commands.run import figures
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.training import test_lora
-from tests.training.ranks import made, resolved, train, words
+from tests.training.ranks import new_trainer, resolved, run_args, train
 
 STEPS = 7
 
 
 def typed_for(folder: Path, ranks: int, *more: str) -> list[str]:
-    return words(folder, ranks, f"train.steps={STEPS}", f"train.run_dir={folder / 'run'}", *more)
+    return run_args(folder, ranks, f"train.steps={STEPS}", f"train.run_dir={folder / 'run'}", *more)
 
 
 def run(
-    folder: Path, ranks: int, *more: str, **about: Any
+    folder: Path, ranks: int, *more: str, **kwargs: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of all steps and the weights."""
     typed, file = typed_for(folder, ranks, *more), folder / "weights.pt"
-    train(world_size=ranks, typed=typed, plants={}, result=str(file), **about)
+    train(world_size=ranks, typed=typed, plants={}, result=str(file), **kwargs)
     assert Path(f"{file}.error").read_text() == ""
     return losses_in(folder), torch.load(file)
 
@@ -41,26 +41,26 @@ def losses_in(folder: Path) -> list[float]:
     return [loss for _, loss, _ in figures(folder / "run") if loss is not None]
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(result[name], value), name
 
 
 @distributed(timeout=60)
 def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float) -> None:
     """Kill all ranks within the host's part of a step, when the first units have new weights."""
-    right, trainer = HostStates._step, made(typed)
+    right, trainer = HostStates._step, new_trainer(typed)
     done = 0
 
-    def step(self: HostStates, *given: Any) -> Any:
+    def step(self: HostStates, *args: Any) -> Any:
         nonlocal done
         time.sleep(slow)  # so that the next forward waits for the rest
         if trainer.step >= last:
             if done == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             done += 1
-        return right(self, *given)
+        return right(self, *args)
 
     with mock.patch.object(HostStates, "_step", step):
         trainer.run()
@@ -84,8 +84,8 @@ def test_a_run_that_is_killed_in_a_step_of_the_host_resumes_with_the_same_bits(t
     before = losses_in(tmp_path)
     assert before == losses[: len(before)]
     assert last - 1 <= len(before) <= last
-    after, found = run(tmp_path, ranks, *more)
-    assert_same(found, weights)
+    after, result = run(tmp_path, ranks, *more)
+    assert_same(result, weights)
     assert after[-3:] == losses[-3:]
 
 
@@ -97,8 +97,8 @@ def test_a_stopped_run_resumes_at_another_number_of_ranks(tmp_path, ranks, offlo
     losses, weights = run(tmp_path / "whole", 2)
     more = [f"strategy.offload={offload}"]
     run(tmp_path, 2, *more, "train.steps=4")
-    found, resumed = run(tmp_path, ranks, *more)
-    assert found == pytest.approx(losses, abs=1e-5)
+    result, resumed = run(tmp_path, ranks, *more)
+    assert result == pytest.approx(losses, abs=1e-5)
     for name, value in weights.items():
         assert torch.allclose(resumed[name], value, atol=1e-4), name
 
@@ -118,7 +118,7 @@ def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
     for name, settings in (("device", on_device), ("host", more)):
         folder = tmp_path / name
         folder.mkdir()
-        typed = test_lora.words(folder, ranks, *settings)
+        typed = test_lora.lora_args(folder, ranks, *settings)
         state[name] = test_lora.run(typed, ranks, folder / "state")
         losses.append(test_lora.losses(folder))
     assert losses[0] == losses[1]
@@ -130,28 +130,28 @@ def test_adapters_have_the_bits_of_states_on_the_device(tmp_path, ranks, more):
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason=str(missing_compiler("cpu")))
 @pytest.mark.parametrize("offload", ["states", "all"])
 def test_compiled_blocks_have_the_bits_of_states_on_the_device(tmp_path, offload):
-    found = []
+    results = []
     for mode in ("none", offload):
         folder = tmp_path / mode
         folder.mkdir()
-        found.append(run(folder, 2, "train.compile=true", f"strategy.offload={mode}"))
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
+        results.append(run(folder, 2, "train.compile=true", f"strategy.offload={mode}"))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", fast(1, slow=[2]))
 def test_a_run_resumes_with_another_dtype_of_moments_and_prints_it(tmp_path, ranks):
-    found, before = [], ""
+    results, before = [], ""
     for number, dtype in enumerate(("float32", "int8", "float32"), start=1):
         more = [f"optimizer.state_dtype={dtype}", f"train.steps={3 * number}"]
         config = resolved(typed_for(tmp_path, ranks, *more))
         printed = changed_settings(inspect_run_dir(config, "auto"), config) if before else []
         line = f"optimizer.state_dtype was {before}, is {dtype}, which changes the losses"
         assert (line in printed) == bool(before)
-        found, before = run(tmp_path, ranks, *more)[0], dtype
+        results, before = run(tmp_path, ranks, *more)[0], dtype
     (tmp_path / "whole").mkdir()
     expected = run(tmp_path / "whole", ranks, "train.steps=9")[0]
-    assert found[:4] == expected[:4]  # the first update that differs is that of step 4
-    assert found[4:] != expected[4:]
-    assert found == pytest.approx(expected, abs=0.02)
+    assert results[:4] == expected[:4]  # the first update that differs is that of step 4
+    assert results[4:] != expected[4:]
+    assert results == pytest.approx(expected, abs=0.02)

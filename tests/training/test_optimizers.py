@@ -42,5 +42,5 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
 def test_states_are_those_of_the_row(name, momentum, states):
     config = stored_config(prepare(compose_config([]), ESTIMATE_ROLE).config)
     optimizer = replace(config.optimizer, name=name, momentum=momentum)
-    found = optimizer_states(replace(config, optimizer=optimizer))
-    assert (found.moments, found.counter) == states
+    result = optimizer_states(replace(config, optimizer=optimizer))
+    assert (result.moments, result.counter) == states

@@ -57,8 +57,8 @@ class Changing(nn.Module):
         self.norm, self.model = nn.BatchNorm1d(2), Model(16, 2)
         self.drop = nn.Dropout(0.2)
 
-    def forward(self, place: Tensor, time: Tensor) -> Tensor:
-        out: Tensor = self.model(self.drop(self.norm(place)), time)
+    def forward(self, inputs: Tensor, time: Tensor) -> Tensor:
+        out: Tensor = self.model(self.drop(self.norm(inputs)), time)
         return out
 
 
@@ -74,8 +74,8 @@ class Noisy(Measurements):
     """Samples that differ each time, by two generators."""
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        found = super().__getitem__(number)
-        return found | {"place": found["place"] + torch.rand(2) + np.random.rand()}
+        result = super().__getitem__(number)
+        return result | {"place": result["place"] + torch.rand(2) + np.random.rand()}
 
 
 def trained(
@@ -85,14 +85,14 @@ def trained(
     """Train to the end, or to a stop; return the weights and buffers of rank 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = make_task(module, loss, data, type(data)(23, seed=2), None)
-    composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
+    composed, args = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
     launch = composed.config.launch
     opened = prepare(composed, LaunchRole(replace(launch, nproc_per_node=world_size)), task=task)
     seen = inspect_run_dir(opened.config, "auto")
     dist.barrier()
     if rank == 0:
         seen.run_dir.mkdir(exist_ok=True)
-        prepare_run_dir(seen, make_run_plan(seen.config).config, given, {})
+        prepare_run_dir(seen, make_run_plan(seen.config).config, args, {})
     dist.barrier()
     context = LaunchContext(stop, time.time(), lambda wait_for_all: wait_for_all())
     world = World(rank, rank, world_size, CPU)
@@ -114,12 +114,12 @@ def trained(
 def test_ranks_train_as_one_process(
     rank: int, world_size: int, strategy: str, tmp_path: Path
 ) -> None:
-    words = [f"strategy={strategy}", "train.micro_batch_size=2", "accumulation=last"]
+    args = [f"strategy={strategy}", "train.micro_batch_size=2", "accumulation=last"]
     folder = tmp_path / "run"
     torch.manual_seed(0)
     module, data = Model(16, 2), Measurements(37, seed=1)
     plain = copy.deepcopy(module)
-    found = trained(folder, module, data, *words)
+    losses = trained(folder, module, data, *args)
     matrices = [each for each in plain.parameters() if each.ndim > 1]
     others = [each for each in plain.parameters() if each.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -138,8 +138,8 @@ def test_ranks_train_as_one_process(
             assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
             assert line["loss"] == pytest.approx(float(loss.detach() / count), rel=1e-5)
     expected = plain.state_dict()
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+    assert losses.keys() == expected.keys()
+    for name, value in losses.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         samples = list(map(Measurements(23, seed=2).__getitem__, range(23)))
@@ -166,8 +166,8 @@ def test_an_interruption_changes_no_bit(rank: int, world_size: int, tmp_path: Pa
         return looks >= 2 + world_size  # after the third step, or before a validation
 
     for stop in (soon, bool):
-        found = trained(tmp_path / "cut", begin(), data, "checkpoint.keep_best=true", stop=stop)
-    for name, value in found.items():
+        losses = trained(tmp_path / "cut", begin(), data, "checkpoint.keep_best=true", stop=stop)
+    for name, value in losses.items():
         assert torch.equal(value, expected[name]), name
     if rank == 0:
         whole, cut = (
@@ -193,12 +193,12 @@ def measured(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, ...]:
 def test_named_sums_are_of_all_ranks_and_micro_batches_and_change_no_bit(
     rank: int, world_size: int, more: list[str], tmp_path: Path
 ) -> None:
-    words, found = ["train.micro_batch_size=2", *more], []
+    args, results = ["train.micro_batch_size=2", *more], []
     for name, loss in (("plain", squared_error), ("named", measured)):
         torch.manual_seed(0)
-        trained(tmp_path / name, Model(16, 2), Measurements(37, seed=1), *words, loss=loss)
-        found.append(lines(tmp_path / name) if rank == 0 else [])
-    for line, plain in zip(*reversed(found), strict=True):
+        trained(tmp_path / name, Model(16, 2), Measurements(37, seed=1), *args, loss=loss)
+        results.append(lines(tmp_path / name) if rank == 0 else [])
+    for line, plain in zip(*reversed(results), strict=True):
         assert {x: line[x] for x in ("loss", "val_loss", "grad_norm") if x in line} == {
             x: plain[x] for x in ("loss", "val_loss", "grad_norm") if x in plain
         }
@@ -230,11 +230,11 @@ def test_names_that_differ_between_ranks_or_passes_are_refused(
         (lambda: f"r{rank}", f"loss: rank {rank} has sums named r{rank}, rank {1 - rank} r"),
         (counting, "loss: expected sums named cFalse, as in its first call, got cTrue"),
     )):  # fmt: skip
-        with pytest.raises(UsageError) as found:
+        with pytest.raises(UsageError) as error:
             trained(
                 tmp_path / str(number), Model(8, 1), Measurements(37, seed=1), loss=differing(of)
             )
-        assert str(found.value).startswith(message)
+        assert str(error.value).startswith(message)
 
 
 GOOD: dict[str, Any] = {
@@ -262,9 +262,9 @@ GOOD: dict[str, Any] = {
     ({"data": {1, 2}}, "got set; pass a list of its samples"),
 ])  # fmt: skip
 def test_an_argument_that_cannot_work_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(FsdpctlError, match=message) as found:
+    with pytest.raises(FsdpctlError, match=message) as error:
         make_task(**GOOD | wrong)
-    assert found.value.exit_code == ExitCode.USAGE
+    assert error.value.exit_code == ExitCode.USAGE
 
 
 def test_a_script_that_is_refused_has_its_signal_handlers_again(monkeypatch, capsys) -> None:
@@ -284,7 +284,7 @@ def test_a_dict_of_numbered_samples_is_data() -> None:
     assert make_task(**GOOD | {"data": {0: 1.0, 1: 2.0}}).data.fingerprint.startswith("2 samples")
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("args", "message"), [
     ("train.steps=1", "settings: expected a list of KEY=VALUE, got 'train.steps=1'"),
     ({"train.steps": 1}, "settings: expected a list of KEY=VALUE, got a dict; write ['train.s"),
     (None, "settings: expected a list of KEY=VALUE, got None"),
@@ -298,10 +298,10 @@ def test_a_dict_of_numbered_samples_is_data() -> None:
     (["strategy=auto"], "strategy=auto: selected by an estimate of a decoder; set a value"),
     (["train.stepz=1"], "train.stepz: no such key; did you mean train.steps?"),
 ])  # fmt: skip
-def test_a_setting_of_decoders_is_named(words: Any, message: str) -> None:
-    with pytest.raises(UsageError) as found:
-        compose_task(make_task(**GOOD), words, None)
-    assert str(found.value).startswith(message)
+def test_a_setting_of_decoders_is_named(args: Any, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        compose_task(make_task(**GOOD), args, None)
+    assert str(error.value).startswith(message)
 
 
 def named(sums: Any) -> tuple[Any, ...]:
@@ -329,9 +329,9 @@ def named(sums: Any) -> tuple[Any, ...]:
 def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
     batch = task.data.train.samples(1).script_batch([0])
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as error:
         script_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU, NamedSums())
-    assert str(found.value).startswith(message)
+    assert str(error.value).startswith(message)
 
 
 class Named(NamedTuple):
@@ -406,8 +406,8 @@ class Tabled(nn.Module):
         self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
         self.register_buffer("order", torch.tensor([3, 2, 1, 0]))
 
-    def forward(self, place: Tensor, time: Tensor) -> Tensor:
-        x = self.norm((self.into(place) + self.table)[:, self.order])
+    def forward(self, inputs: Tensor, time: Tensor) -> Tensor:
+        x = self.norm((self.into(inputs) + self.table)[:, self.order])
         turned = torch.view_as_complex(x.float().view(-1, 2, 2)) * self.turn
         out: Tensor = self.out(self.then(torch.view_as_real(turned).flatten(1)) * torch.ones(4))
         return out
@@ -420,8 +420,8 @@ def summed(model: Any, batch: Any) -> tuple[Tensor, int]:
 
 def in_bf16(module: nn.Module, folder: Path) -> dict[str, Tensor]:
     """Train one step in bf16; return the state."""
-    words = ["precision=bf16", "train.steps=1", "activation_checkpointing=full"]
-    return trained(folder, module, Measurements(37, seed=1), *words, loss=summed)
+    args = ["precision=bf16", "train.steps=1", "activation_checkpointing=full"]
+    return trained(folder, module, Measurements(37, seed=1), *args, loss=summed)
 
 
 @distributed(world_size=1)
@@ -436,12 +436,12 @@ def test_bf16_leaves_buffers_as_they_are(rank: int, world_size: int, tmp_path: P
     for number, norm in enumerate(norms):
         module = Tabled(norm(), nn.GroupNorm(2, 4))
         before = {name: each.clone() for name, each in module.named_buffers()}
-        found = in_bf16(module, tmp_path / str(number))
-        assert {name: found[name].dtype for name in before} == {
+        result = in_bf16(module, tmp_path / str(number))
+        assert {name: result[name].dtype for name in before} == {
             name: each.dtype for name, each in before.items()
         }
         for name in ("table", "turn", "order"):
-            assert torch.equal(found[name], before[name])
+            assert torch.equal(result[name], before[name])
 
 
 @distributed(world_size=1)
@@ -459,9 +459,9 @@ def test_bf16_that_a_module_cannot_have_is_refused_with_what_helps(
 
 def test_commands_that_need_a_decoder_reject_the_run_of_a_script() -> None:
     name = compose_task(make_task(**GOOD), [], None)[0].config.model.name
-    for word in (f"model={name}", "data=own"):
-        with pytest.raises(UsageError, match=f"{word}: {NO_DECODER}"):
-            compose_config([word])
+    for arg in (f"model={name}", "data=own"):
+        with pytest.raises(UsageError, match=f"{arg}: {NO_DECODER}"):
+            compose_config([arg])
     with pytest.raises(UsageError, match=f"runs/a: {NO_DECODER}"):
         config_of_checkpoint({"model": name}, "runs/a")
 
@@ -474,9 +474,9 @@ from docs.examples.regression import Measurements, Model
 data = Measurements(9, 0)
 fsdpctl.train(module=Model(), loss=lambda model, batch: 1, data=data, settings=["train.steps=1"])
 """
-    given = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code]
     path = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(given, cwd=tmp_path, env=path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
     assert done.returncode == 2
-    said = [each for each in done.stderr.splitlines() if not each.startswith("fsdpctl.train, ")]
-    assert said == ["fsdpctl: loss: expected a tuple (sum, count) or (sum, count, dict), got int"]
+    out = [each for each in done.stderr.splitlines() if not each.startswith("fsdpctl.train, ")]
+    assert out == ["fsdpctl: loss: expected a tuple (sum, count) or (sum, count, dict), got int"]

@@ -29,8 +29,8 @@ def test_a_quiet_run_prints_results_and_logs_everything(capsys, monkeypatch, tmp
         for piece in ("Once ", "upon"):
             write(piece)
     assert capsys.readouterr().out == "step 1: validation loss 2\nOnce upon\n"
-    said = [line.split(maxsplit=2)[2] for line in log.read_text().splitlines()]
-    assert said == ["self-check: passed", "step 1: validation loss 2", "Once upon"]
+    out = [line.split(maxsplit=2)[2] for line in log.read_text().splitlines()]
+    assert out == ["self-check: passed", "step 1: validation loss 2", "Once upon"]
 
 
 def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
@@ -40,15 +40,15 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops, num_ranks=2)
 
 
-@pytest.mark.parametrize(("memory", "said"), [
+@pytest.mark.parametrize(("memory", "error"), [
     (PeakMemory(None, 333 << 20), "333.0 MiB"),
     (PeakMemory(1, 459 << 30, 791 << 30, 0), "(10,000 per rank)  459.0/791.0 GiB (58%)"),
 ])  # fmt: skip
-def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
+def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, error):
     ProgressDisplay(1000, 0, log_every=10, shows=True, log=None).step(step_metrics(memory), None)
     line = capsys.readouterr().out
     start = "step 120/1000  loss 3.215  grad_norm 0.84  lr 0.00029  20,000 tok/s"
-    assert line.startswith(f"{start}  {said}  " if memory.total is None else f"{start} {said}  ")
+    assert line.startswith(f"{start}  {error}  " if memory.total is None else f"{start} {error}  ")
     assert "num_alloc_retries" in step_metrics(memory).to_line()
 
 
@@ -80,8 +80,8 @@ def test_flops_are_counted_as_in_torchtitan():
     """57.9 GFLOP a token for Llama 3 8B at 8,192, which agrees with its log."""
     config = compose_config(["model=llama3_8b"]).config.model
     assert flops_per_token(config, 8_030_261_248, 8192) == pytest.approx(57.9e9, rel=1e-3)
-    words = ["model=llama3_8b", "model.overrides.tie_word_embeddings=true"]
-    tied = compose_config(words).config.model
+    args = ["model=llama3_8b", "model.overrides.tie_word_embeddings=true"]
+    tied = compose_config(args).config.model
     without_head = 8_030_261_248 - 128_256 * 4096
     assert flops_per_token(tied, without_head, 8192) == flops_per_token(config, 8_030_261_248, 8192)
 
@@ -96,7 +96,7 @@ _ATTENTION = 12 * 3 * 32 * 24
 _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
 
 
-@pytest.mark.parametrize(("words", "expected"), [
+@pytest.mark.parametrize(("args", "expected"), [
     (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
     (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
     # Of what is frozen no gradient is computed: 4 a parameter.
@@ -107,8 +107,8 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
     (["model.overrides.tie_word_embeddings=true", "model.lora.rank=2", "model.lora.targets=q_proj"],
      4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION),
 ])  # fmt: skip
-def test_flops_follow_the_formula(words, expected):
-    config = stored_config(compose_config([*SHAPE, *words]).config)
+def test_flops_follow_the_formula(args, expected):
+    config = stored_config(compose_config([*SHAPE, *args]).config)
     device = torch.device("cpu")
     model = make_model(config, device).module
     assert model_flops(config, model, device, 2) == ModelFlops(expected, None)

@@ -21,18 +21,18 @@ from fsdpctl.training.rejected_steps import MIN_ACCEPTED, WINDOW, RejectionRule
 from tests.commands.run import invoke
 from tests.matrix import fast, matrix
 from tests.reference import train_reference
-from tests.training.ranks import CPU, Plants, lines, resolved, train, words
+from tests.training.ranks import CPU, Plants, lines, resolved, run_args, train
 
 STEPS, BAD = 10, 6  # the batch of step 7; the newest checkpoint before it is that of step 4
 
 
 def ran(
-    folder: Path, typed: list[str], plants: Plants, **about: Any
+    folder: Path, typed: list[str], plants: Plants, **kwargs: Any
 ) -> tuple[dict[str, Tensor], str]:
     """The weights that all ranks come to, and what it ended with."""
-    ranks = int(next(word for word in typed if "nproc" in word).split("=")[1])
+    ranks = int(next(arg for arg in typed if "nproc" in arg).split("=")[1])
     file = str(folder / "weights.pt")
-    train(world_size=ranks, typed=typed, plants=plants, result=file, **about)
+    train(world_size=ranks, typed=typed, plants=plants, result=file, **kwargs)
     return torch.load(file), Path(f"{file}.error").read_text()
 
 
@@ -47,8 +47,8 @@ def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
     )
     nominal = plan.micro_batch_size * config.train.seq_len
 
-    def loss_of(module: nn.Module, place: Tensor) -> Tensor:
-        number, rank = place.tolist()
+    def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
+        number, rank = tokens.tolist()
         batch = dealt.training(number * plan.global_batch_size, rank, 0)
         return summed_loss(module, batch, CPU, config.train.loss_chunk_tokens or 0) / nominal
 
@@ -58,8 +58,8 @@ def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    found = [line for line in lines(folder / "run") if "rejected_step" in line]
-    return [{"step": each["step"], **each["rejected_step"]} for each in found]
+    results = [line for line in lines(folder / "run") if "rejected_step" in line]
+    return [{"step": each["step"], **each["rejected_step"]} for each in results]
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -71,7 +71,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 def typed_for(folder: Path, ranks: int, *more: str) -> list[str]:
-    return words(folder, ranks, f"train.run_dir={folder / 'run'}", f"train.steps={STEPS}", *more)
+    return run_args(folder, ranks, f"train.run_dir={folder / 'run'}", f"train.steps={STEPS}", *more)
 
 
 SEEN = [each for each in range(STEPS) if each != BAD]
@@ -87,12 +87,12 @@ def test_the_weights_are_those_of_one_process_without_the_rejected_step(tmp_path
     assert error == ""
     assert same(weights, reference(typed, SEEN))
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
-    (found,) = recorded(tmp_path)
+    (records,) = recorded(tmp_path)
     name = "nonfinite_loss" if what == "loss" else "nonfinite_grad"
-    assert (found["step"], found["reason"], found["rank"]) == (BAD + 1, name, 1)
-    assert ((found["action"], found["number"]), found["grad_norm"]) == (("skip", 1), "nan")
-    assert set(found["rank_samples"]) < set(found["samples"])
-    assert len(found["samples"]) == 12
+    assert (records["step"], records["reason"], records["rank"]) == (BAD + 1, name, 1)
+    assert ((records["action"], records["number"]), records["grad_norm"]) == (("skip", 1), "nan")
+    assert set(records["rank_samples"]) < set(records["samples"])
+    assert len(records["samples"]) == 12
     (last,) = (x for x in lines(tmp_path / "run") if x["step"] == STEPS and "loss" in x)
     assert last["samples"] == 12 * STEPS
 
@@ -132,22 +132,22 @@ SPIKES = ["train.spike_factor=20", "train.steps=48", "checkpoint.every=40"]
 @pytest.mark.parametrize("what", ["loss spike", "gradient spike"])
 def test_spikes_are_found_and_a_resumed_run_finds_the_same(tmp_path, what):
     ends = {}
-    for name, about in {"whole": {}, "late": {"lag": 1}, "halves": {"stops_at": 42}}.items():
+    for name, options in {"whole": {}, "late": {"lag": 1}, "halves": {"stops_at": 42}}.items():
         folder = tmp_path / name
         folder.mkdir()
         typed = typed_for(folder, 2, "train.on_nonfinite=skip", *SPIKES)
-        weights, error = ran(folder, typed, {44: (what, 1)}, **about)
+        weights, error = ran(folder, typed, {44: (what, 1)}, **options)
         if name == "halves":
             assert error.startswith("75 stopped at step 42 of 48")
             weights, error = ran(folder, typed, {44: (what, 1)})
         assert error == ""
         ends[name] = weights, recorded(folder)
-    weights, ((found), *others) = ends["whole"]
+    weights, ((result), *others) = ends["whole"]
     assert not others
-    assert found["reason"] == what.replace("gradient", "grad").replace(" ", "_")
-    assert (found["step"], found["rank"], found["action"]) == (45, 1, "skip")
-    value = found["loss"] if what == "loss spike" else found["grad_norm"]
-    assert value > found["threshold"] > 0
+    assert result["reason"] == what.replace("gradient", "grad").replace(" ", "_")
+    assert (result["step"], result["rank"], result["action"]) == (45, 1, "skip")
+    value = result["loss"] if what == "loss spike" else result["grad_norm"]
+    assert value > result["threshold"] > 0
     assert same(weights, ends["late"][0])
     assert ends["late"][1] == ends["whole"][1]
     expected = reference(typed_for(tmp_path, 2), [each for each in range(48) if each != 44])
@@ -160,8 +160,8 @@ def figures(loss: float, norm: float = 1.0, *, was_applied: bool = True) -> Step
     return StepStats(loss, norm, 1, was_applied, (), (loss, 1.0), (norm, 0.0))
 
 
-def after(losses: list[float], **about: Any) -> RejectionRule:
-    numbers = RejectionRule(TrainConfig(spike_factor=5.0, **about), Progress())
+def after(losses: list[float], **kwargs: Any) -> RejectionRule:
+    numbers = RejectionRule(TrainConfig(spike_factor=5.0, **kwargs), Progress())
     for step, loss in enumerate(losses, start=1):
         assert numbers.evaluate(step, figures(loss), SpikeLimits()) is None
     return numbers
@@ -206,22 +206,22 @@ def test_the_help_and_the_page_tell_the_window():
 def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "strategy=shard_grad_op")
     ran(tmp_path, typed, {BAD: ("loss", 1)}, lag=1)
-    code, said = invoke("data", "--run", str(tmp_path / "run"), "--step", str(BAD + 1))
-    assert code == 0, said
-    (found,) = recorded(tmp_path)
-    assert "nonfinite_loss, on rank 1; skip" in said
+    code, out = invoke("data", "--run", str(tmp_path / "run"), "--step", str(BAD + 1))
+    assert code == 0, out
+    (records,) = recorded(tmp_path)
+    assert "nonfinite_loss, on rank 1; skip" in out
     config = resolved(typed)
     stream = open_data(config.data).train
     assert isinstance(stream, TokenStream)
     length = config.train.seq_len
-    for sample in found["samples"]:
-        assert bytes(stream.tokens[sample * length : (sample + 1) * length + 1]).decode() in said
-    assert (said.count("(rank 1)"), said.count("--- sample")) == (6, 12)
+    for sample in records["samples"]:
+        assert bytes(stream.tokens[sample * length : (sample + 1) * length + 1]).decode() in out
+    assert (out.count("(rank 1)"), out.count("--- sample")) == (6, 12)
     only = invoke("data", "--run", str(tmp_path / "run"), "--step", str(BAD + 1), "--rank", "1")
     assert only[1].count("(rank 1)") == only[1].count("--- sample") == 6
-    code, said = invoke("data", "--run", str(tmp_path / "run"), "--step", "2")
-    assert (code, said.count("--- sample")) == (0, 12)
-    code, said = invoke("data", "--run", str(tmp_path / "run"), "--step", "999")
-    assert (code, said) == (
+    code, out = invoke("data", "--run", str(tmp_path / "run"), "--step", "2")
+    assert (code, out.count("--- sample")) == (0, 12)
+    code, out = invoke("data", "--run", str(tmp_path / "run"), "--step", "999")
+    assert (code, out) == (
         2, f"--step 999: not found; {tmp_path / 'run'} has completed {STEPS} steps",
     )  # fmt: skip

@@ -26,17 +26,17 @@ from fsdpctl.training.requests import (
 from fsdpctl.training.validation_loss import validation_loss
 from tests.distributed import distributed
 from tests.matrix import fast
-from tests.training.ranks import CPU, resolved, words
+from tests.training.ranks import CPU, resolved, run_args
 
 BEFORE = 1e9  # nanoseconds
 
 
 def test_requests_survive_the_exchange_as_flags():
     for name in RequestFlags.__dataclass_fields__:
-        asked = RequestFlags(**{name: True})
-        assert RequestFlags(*asked.flags) == asked
-        assert (RequestFlags() | asked, asked | RequestFlags()) == (asked, asked)
-        assert asked.stops == (name not in ("save", "profile"))
+        flags = RequestFlags(**{name: True})
+        assert RequestFlags(*flags.flags) == flags
+        assert (RequestFlags() | flags, flags | RequestFlags()) == (flags, flags)
+        assert flags.stops == (name not in ("save", "profile"))
 
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -95,8 +95,8 @@ def collector(folder: Path, *, is_main: bool = True, by_signal: bool = False) ->
 def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path, monkeypatch):
     monkeypatch.setattr(requests, "_POLL_SECONDS", 0.0)
     for is_main in (True, False):
-        own = collector(tmp_path, is_main=is_main, by_signal=True)
-        assert own.poll() == RequestFlags(stop_by_signal=True)
+        signalled = collector(tmp_path, is_main=is_main, by_signal=True)
+        assert signalled.poll() == RequestFlags(stop_by_signal=True)
 
     def missing() -> None:
         raise FsdpctlError("deleted")
@@ -110,48 +110,48 @@ def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path
 def test_files_are_looked_for_once_a_second_and_reported_once(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    found = collector(tmp_path)
+    result = collector(tmp_path)
     touch(tmp_path / SAVE, BEFORE)
-    assert found.poll() == RequestFlags()  # it has just looked
+    assert result.poll() == RequestFlags()  # it has just looked
     now += 1.0
-    assert found.poll() == RequestFlags(save=True)
+    assert result.poll() == RequestFlags(save=True)
     now += 1.0
-    assert found.poll() == RequestFlags()
-    found.clear(SAVE)
+    assert result.poll() == RequestFlags()
+    result.clear(SAVE)
     assert not (tmp_path / SAVE).exists()
     touch(tmp_path / SAVE, BEFORE)
     now += 1.0
-    assert found.poll() == RequestFlags(save=True)
+    assert result.poll() == RequestFlags(save=True)
 
 
 def test_a_file_that_cannot_be_removed_is_one_request(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    found = collector(tmp_path)
+    result = collector(tmp_path)
     (tmp_path / SAVE).mkdir()
     now += 1.0
-    assert found.poll().save
-    found.clear(SAVE)
+    assert result.poll().save
+    result.clear(SAVE)
     now += 1.0
-    assert not found.poll().save
+    assert not result.poll().save
 
 
 def test_other_ranks_ignore_files(tmp_path, monkeypatch):
-    found = collector(tmp_path, is_main=False)
+    result = collector(tmp_path, is_main=False)
     monkeypatch.setattr(requests, "_POLL_SECONDS", 0.0)
     touch(tmp_path / STOP, -BEFORE)
-    assert found.poll() == RequestFlags()
-    assert found.remove_stale(at_end=False) == found.remove_stale(at_end=True) == []
+    assert result.poll() == RequestFlags()
+    assert result.remove_stale(at_end=False) == result.remove_stale(at_end=True) == []
     assert (tmp_path / STOP).exists()
 
 
 def test_only_files_older_than_the_start_are_left_over(tmp_path):
-    found = collector(tmp_path)
+    result = collector(tmp_path)
     touch(tmp_path / STOP, -BEFORE)
     touch(tmp_path / SAVE, BEFORE)
-    assert found.remove_stale(at_end=False) == ["STOP: request removed (from before this start)"]
+    assert result.remove_stale(at_end=False) == ["STOP: request removed (from before this start)"]
     assert not (tmp_path / STOP).exists()
-    assert found.remove_stale(at_end=True) == ["SAVE: request removed (came after the last step)"]
+    assert result.remove_stale(at_end=True) == ["SAVE: request removed (came after the last step)"]
     assert not (tmp_path / SAVE).exists()
 
 
@@ -159,9 +159,9 @@ def test_only_files_older_than_the_start_are_left_over(tmp_path):
 @pytest.mark.parametrize("world_size", fast(3, slow=[2]))
 @distributed()
 def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, tmp_path):
-    own = tmp_path / str(rank)
-    own.mkdir()
-    config = resolved(words(own, world_size, "data.val_fraction=0.2"))
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    config = resolved(run_args(folder, world_size, "data.val_fraction=0.2"))
     data, model = open_data(config.data), make_model(config, CPU)
     assert data.val is not None
     plan = plan_batches(12, world_size)
@@ -179,20 +179,20 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, t
             seen = number
             return sync.should_continue()  # noqa: B023
 
-        about: dict[str, Any] = {"at_most": 0, "chunk_tokens": 0}
+        options: dict[str, Any] = {"at_most": 0, "chunk_tokens": 0}
         loss = validation_loss(
-            model, batches, model.collectives, CPU, **about, should_continue=should_continue
+            model, batches, model.collectives, CPU, **options, should_continue=should_continue
         )
         assert (loss, seen) == (None, 3 + lag)
         assert sync.complete() == RequestFlags(stop_by_signal=True, save=True)
-        assert validation_loss(model, batches, model.collectives, CPU, **about) is not None
+        assert validation_loss(model, batches, model.collectives, CPU, **options) is not None
 
 
 @distributed(world_size=2)
 def test_a_sample_ends_on_all_ranks_after_the_same_token(rank, world_size, tmp_path):
-    own = tmp_path / str(rank)
-    own.mkdir()
-    model = make_model(resolved(words(own, world_size)), CPU)
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    model = make_model(resolved(run_args(folder, world_size)), CPU)
     drawn = 0
 
     def look() -> RequestFlags:
@@ -202,7 +202,7 @@ def test_a_sample_ends_on_all_ranks_after_the_same_token(rank, world_size, tmp_p
 
     sync = RequestSync(look, model.collectives, CPU)
     turns = takewhile(lambda turn: sync.should_continue(), range(20))
-    about: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
-    tokens = list(generate(model, [1], turns, **about))
+    options: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
+    tokens = list(generate(model, [1], turns, **options))
     assert (len(tokens), sync.received) == (4, RequestFlags(stop_by_file=True))
-    assert list(generate(model, [1], range(20), **about))[:4] == tokens
+    assert list(generate(model, [1], range(20), **options))[:4] == tokens

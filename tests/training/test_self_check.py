@@ -25,7 +25,7 @@ from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import save_decoder
 from tests.training.chats import make_chat_model, make_chats
-from tests.training.ranks import made, words
+from tests.training.ranks import new_trainer, run_args
 
 LAYER = "model.layers.1"
 
@@ -43,8 +43,8 @@ def _cut_off() -> Any:
     return mock.patch.object(assemble, "make_module", changed)
 
 
-def _divided(*about: Any, plain: Any = decoder_loss.summed_loss) -> Any:
-    return plain(*about) / 2
+def _divided(*options: Any, plain: Any = decoder_loss.summed_loss) -> Any:
+    return plain(*options) / 2
 
 
 @contextmanager
@@ -61,9 +61,9 @@ def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
     return heads_to_tokens(mixed, context).roll(1, dims=1)
 
 
-def _shifted_in_parts(*about: Any, plain: Any = Batches._read_rows) -> Any:
+def _shifted_in_parts(*options: Any, plain: Any = Batches._read_rows) -> Any:
     """The targets of a rank's tokens, as if these were a row."""
-    batch = plain(*about)
+    batch = plain(*options)
     if batch.context is not None:
         batch.targets[:, :-1] = batch.tokens[:, 1:]
         batch.targets[:, -1] = batch.tokens[:, 0]
@@ -100,7 +100,7 @@ def _found(typed: list[str], folder: str, plant: Any) -> str:
         plant,
         mock.patch.object(decoder_check, "_shared_rows_problem", return_value=""),
     ):  # finds some of them
-        trainer = made([*typed, f"train.run_dir={folder}"])
+        trainer = new_trainer([*typed, f"train.run_dir={folder}"])
         try:
             trainer.run()
         except SelfCheckError as error:
@@ -113,8 +113,8 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
     """Train with each plant and without one."""
     for name in names:
         plant, expected = {**TEXT, **SHARED}[name]
-        found = _found(typed, f"{folder}/{name}", plant())
-        assert expected in found, (name, found)
+        result = _found(typed, f"{folder}/{name}", plant())
+        assert expected in result, (name, result)
     assert not _found(typed, f"{folder}/none", mock.patch.dict({}))
     assert read_starts(Path(folder, "none"))[-1]["record"]["self_check"] == []
 
@@ -124,29 +124,31 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
 def test_blocks_of_several_treatments_pass(blocks, tmp_path):
     """The copy has fewer blocks than have these treatments."""
     more = ["train.steps=2", "train.self_check=auto", "model.num_layers=4"]
-    typed = words(tmp_path, 2, *more, f"activation_checkpointing.blocks={blocks}")
+    typed = run_args(tmp_path, 2, *more, f"activation_checkpointing.blocks={blocks}")
     check(world_size=2, typed=typed, folder=str(tmp_path), names=[])
 
 
 @pytest.mark.slow
 def test_mistakes_are_found(tmp_path):
     more = ["train.steps=2", "train.self_check=auto"]
-    check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(TEXT))
+    check(world_size=2, typed=run_args(tmp_path, 2, *more), folder=str(tmp_path), names=list(TEXT))
 
 
 @pytest.mark.slow
 def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
     more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2",
             "train.seq_len=128"]  # fmt: skip
-    check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED))
+    check(
+        world_size=2, typed=run_args(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED)
+    )
 
 
 def _at_step(number: int, change: Callable[[float], float]) -> Any:
     """Change the learning rate of one step."""
 
     def factor(config: Any, at: int, steps: int) -> float:
-        found = lr_factor(config, at, steps)
-        return change(found) if at + 1 == number else found
+        result = lr_factor(config, at, steps)
+        return change(result) if at + 1 == number else result
 
     return mock.patch.object(train_step, "lr_factor", factor)
 
@@ -161,8 +163,8 @@ def _no_step(rank: int | None = None) -> Any:
 def _skips_first() -> Any:
     plain, count = decoder_loss.summed_loss, iter(range(1_000))
 
-    def planted(*about: Any) -> Any:
-        return plain(*about) * (float("nan") if next(count) == 0 else 1)
+    def planted(*options: Any) -> Any:
+        return plain(*options) * (float("nan") if next(count) == 0 else 1)
 
     return mock.patch.object(train_step, "summed_loss", planted)
 
@@ -191,17 +193,17 @@ def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -
         with ExitStack() as stack:
             for plant in plants:
                 stack.enter_context(plant())
-            last = dict(word.split("=", 1) for word in [*typed, *more.split()])
+            last = dict(arg.split("=", 1) for arg in [*typed, *more.split()])
             settings = [f"{key}={value}" for key, value in last.items()]
             assert not _found(settings, f"{folder}/{number}", mock.patch.dict({})), name
         written = read_starts(Path(folder, str(number)))[-1]["record"].get("self_check", [])
-        found = [each.split()[2] for each in written if "changed no weight" in each]
-        assert found == list(map(str, expected)), name
+        results = [each.split()[2] for each in written if "changed no weight" in each]
+        assert results == list(map(str, expected)), name
 
 
 @pytest.mark.slow
 def test_a_step_that_changes_no_weight_has_a_warning(tmp_path):
-    typed = words(tmp_path, 2, "train.steps=3", "train.self_check=auto")
+    typed = run_args(tmp_path, 2, "train.steps=3", "train.self_check=auto")
     check_unchanged(world_size=2, typed=typed, folder=str(tmp_path))
 
 
@@ -214,7 +216,7 @@ def test_documents_that_see_each_other_are_found(rank, world_size, tmp_path):
         "launch.nproc_per_node=1", "launch.device=cpu", "data.val_fraction=0", "precision=fp32",
         f"train.run_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    trainer = made(typed)
+    trainer = new_trainer(typed)
     trainer.samples = 4
     assert not [*self_check._find_leaks(trainer)]
     with mock.patch.object(decoder_loss, "documents_of", return_value={}):

@@ -15,7 +15,7 @@ from fsdpctl.training.decoder_loss import summed_loss
 from fsdpctl.training.train_step import run_passes
 from tests.commands.run import make_text
 from tests.distributed import distributed
-from tests.training.ranks import made, words
+from tests.training.ranks import new_trainer, run_args
 
 
 class Head(OutputHead):
@@ -36,23 +36,23 @@ def test_losses_of_tokens_change_no_bit_of_a_gradient(chunk):
     head = Head()
     x, targets = torch.randn(2, 7, 8), torch.randint(0, 40, (2, 7))
     targets[1, 3:] = IGNORE_INDEX
-    found = []
-    for kept in (None, list[torch.Tensor]()):
-        head.token_losses = kept
+    results = []
+    for gradients in (None, list[torch.Tensor]()):
+        head.token_losses = gradients
         hidden = x.clone().requires_grad_()
         loss = head(hidden, targets, chunk)
-        if kept is not None:
-            losses = torch.cat(kept).view(2, 7)
-            kept.clear()
+        if gradients is not None:
+            losses = torch.cat(gradients).view(2, 7)
+            gradients.clear()
             assert float(losses.sum()) == pytest.approx(expected_sum(head, x, targets), rel=1e-6)
             assert losses[1, 3:].eq(0).all()
         loss.backward()
         assert hidden.grad is not None
         assert head.weight.grad is not None
-        found.append((hidden.grad, head.weight.grad))
+        results.append((hidden.grad, head.weight.grad))
         head.weight.grad = None
         assert loss.item() == pytest.approx(expected_sum(head, x, targets), rel=1e-6)
-    (one, of_one), (other, of_other) = found
+    (one, of_one), (other, of_other) = results
     assert one.equal(other)
     assert of_one.equal(of_other)
 
@@ -64,14 +64,14 @@ def test_a_step_has_the_loss_of_each_source(tmp_path, more):
     (tmp_path / "other.txt").write_text("zebra " * 400)
     shares = ("a", "words", 0.7), ("b", "other", 0.2), ("c", "other", 0.1)
     path = ",".join(f"{name}={tmp_path}/{file}.txt:{share}" for name, file, share in shares)
-    about = (f"data.path={path}", "data=text", "train.loss_chunk_tokens=32", *more)
-    typed = words(tmp_path, 2, *about)
+    options = (f"data.path={path}", "data=text", "train.loss_chunk_tokens=32", *more)
+    typed = run_args(tmp_path, 2, *options)
     check_step(world_size=2, typed=[*typed, f"train.run_dir={tmp_path / 'run'}"])
 
 
 @distributed()
 def check_step(rank: int, world_size: int, typed: list[str]) -> None:
-    parts = made(typed).parts
+    parts = new_trainer(typed).parts
     batches, size = parts.train_batches, parts.config.train.global_batch_size
     seen = 0
     for position in range(0, 4 * size, size):

@@ -90,23 +90,23 @@ def test_values_that_a_tracker_has_stored_before_a_resume_are_not_sent_again(tmp
     assert tools[1].heard == [(2, {"loss": 2.0}), *after]
 
 
-@pytest.mark.parametrize("where", ["start", "log", "close"])
+@pytest.mark.parametrize("method", ["start", "log", "close"])
 def test_a_failing_tracker_is_reported_once_and_the_other_continues(
-    tmp_path, tools, monkeypatch, where
+    tmp_path, tools, monkeypatch, method
 ):
     one, other = tools
-    other.fails_at = where
-    if where == "start":
+    other.fails_at = method
+    if method == "start":
         monkeypatch.setitem(trackers._TRACKERS, "wandb", lambda *about: 1 / 0)
-    said: list[str] = []
-    both = Trackers(BOTH, tmp_path, 0, said.append)
+    messages: list[str] = []
+    both = Trackers(BOTH, tmp_path, 0, messages.append)
     both.log_line(LINE)
     both.log_line(LINE)
     both.close(succeeded=True)
-    assert len(said) == 1
-    assert said[0].startswith("log.trackers=wandb: ")
-    assert said[0].endswith("; the run continues without it")
-    assert "\n" not in said[0]
+    assert len(messages) == 1
+    assert messages[0].startswith("log.trackers=wandb: ")
+    assert messages[0].endswith("; the run continues without it")
+    assert "\n" not in messages[0]
     assert len(one.heard) == 3
 
 
@@ -114,9 +114,9 @@ def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch
     monkeypatch.setattr(trackers, "_CLOSE_SECONDS", 0.05)
     never = threading.Event()
     tools[1].close = lambda *, succeeded: never.wait(5)
-    said: list[str] = []
-    Trackers(BOTH, tmp_path, 0, said.append).close(succeeded=True)
-    assert said == ["log.trackers=wandb: not closed within 0.05 s, values may be missing"]
+    messages: list[str] = []
+    Trackers(BOTH, tmp_path, 0, messages.append).close(succeeded=True)
+    assert messages == ["log.trackers=wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
 
@@ -129,11 +129,11 @@ def test_no_tracker_starts_unless_configured(tmp_path, tools):
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatch, name):
     config = compose_config([f"log.trackers=[{name}]"]).config
-    said = rf"log.trackers={name}: {name}\S* not installed; run `pip install '\S*{name}\S*'`"
+    out = rf"log.trackers={name}: {name}\S* not installed; run `pip install '\S*{name}\S*'`"
     # As a folder `wandb` in the current one is found.
-    for found in (None, SimpleNamespace(origin=None)):
-        monkeypatch.setattr(packages, "find_spec", lambda package, found=found: found)
-        with pytest.raises(UsageError, match=said):
+    for results in (None, SimpleNamespace(origin=None)):
+        monkeypatch.setattr(packages, "find_spec", lambda package, found=results: found)
+        with pytest.raises(UsageError, match=out):
             check_preflight(config)
         check_preflight(Config())
     with pytest.raises(UsageError, match="engine.program=torchtitan: for estimates only"):
@@ -154,8 +154,8 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
     logged: list[Any] = []
     ended: list[int] = []
 
-    def init(**about: Any) -> SimpleNamespace:
-        begun.append(about)
+    def init(**kwargs: Any) -> SimpleNamespace:
+        begun.append(kwargs)
         return SimpleNamespace(
             resumed=len(begun) > 1, starting_step=5, offline=False,
             log=lambda figures, step: logged.append((step, figures)),
@@ -169,10 +169,10 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
     config = replace(Config(), log=LogConfig("wandb"))
     written = [{"step": step, "loss": 1.0} for step in (4, 5)]
     for succeeded in (True, False):
-        found = Trackers(config, tmp_path, 3, pytest.fail, () if succeeded else written)
+        result = Trackers(config, tmp_path, 3, pytest.fail, () if succeeded else written)
         for step, name in ((4, "loss"), (5, "loss"), (4, "checkpoint_seconds")):
-            found.log_line({"step": step, name: 1.0})
-        found.close(succeeded=succeeded)
+            result.log_line({"step": step, name: 1.0})
+        result.close(succeeded=succeeded)
     first, second = begun
     assert ended == [0, 1]
     late = (5, {"checkpoint_seconds": 1.0})
@@ -181,9 +181,9 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
     assert (first["resume"], first["project"], first["dir"]) == ("allow", "theirs", str(tmp_path))
     assert first["config"]["strategy"] == "full_shard"
     (tmp_path / TRACKER_ID).write_text("../x")
-    said: list[str] = []
-    Trackers(config, tmp_path, 0, said.append)
-    assert TRACKER_ID in said[0]
+    messages: list[str] = []
+    Trackers(config, tmp_path, 0, messages.append)
+    assert TRACKER_ID in messages[0]
 
 
 def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
@@ -199,23 +199,23 @@ def run_twice(folder: Path, name: str) -> None:
     """
     for begins, ends in ((0, 21), (20, 25)):
         metrics = MetricsFile(folder / METRICS, begins)
-        found = Trackers(configured(name), folder, begins, pytest.fail, metrics.unsent)
+        result = Trackers(configured(name), folder, begins, pytest.fail, metrics.unsent)
         for step in range(begins + 1, ends + 1):
             for line in ({"step": step, "loss": float(step)}, {"step": step, "loss/a+b": 0.5}):
                 metrics.write(line)
                 if (step, name) != (19, "mlflow"):
-                    found.log_line(line)
-        found.close(succeeded=ends == 25)
+                    result.log_line(line)
+        result.close(succeeded=ends == 25)
         metrics.close()
 
 
 def stored_by_tensorboard(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder / TENSORBOARD))
-    found.Reload()
-    tags = found.Tags()["scalars"]
-    return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in tags}
+    result = EventAccumulator(str(folder / TENSORBOARD))
+    result.Reload()
+    tags = result.Tags()["scalars"]
+    return {tag: [(each.step, each.value) for each in result.Scalars(tag)] for tag in tags}
 
 
 def stored_by_wandb(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
@@ -238,13 +238,13 @@ def stored_by_wandb(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
 
 def _log_records(data: bytes) -> Iterator[bytes]:
     """The records of a file of LevelDB's log format, after a header of 7 bytes."""
-    place, record = 7, b""
-    while place + 7 <= len(data):
-        if (left := -place % 32768) < 7:  # the rest of a block
-            place += left
-        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        record += data[place + 7 : place + 7 + size]
-        place += 7 + size
+    offset, record = 7, b""
+    while offset + 7 <= len(data):
+        if (left := -offset % 32768) < 7:  # the rest of a block
+            offset += left
+        size, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        record += data[offset + 7 : offset + 7 + size]
+        offset += 7 + size
         if kind in (1, 4):  # whole, or the last part
             yield record
             record = b""
@@ -267,8 +267,8 @@ def stored_by_mlflow(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    where = client.get_experiment_by_name("mine").experiment_id
-    (run,) = client.search_runs([where])
+    experiment = client.get_experiment_by_name("mine").experiment_id
+    (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == (folder.name, "FINISHED")
     assert run.data.params["strategy"] == "full_shard"
     histories = {

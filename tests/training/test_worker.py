@@ -41,21 +41,21 @@ if "RANK" in os.environ:
 @pytest.mark.parametrize("blocks_saving", [False, True])
 def test_the_error_of_one_rank_ends_the_run_at_once(tmp_path: Path, blocks_saving: bool) -> None:
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    tiny = [word for word in TINY if not word.startswith("checkpoint.every")]
-    words = [*tiny, f"data.path={make_text(tmp_path)}", "train.steps=20", "launch.timeout=300"]
-    words += ["checkpoint.every=3", "train.run_dir=run"]
-    about = {**environment(), "PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}
+    tiny = [arg for arg in TINY if not arg.startswith("checkpoint.every")]
+    args = [*tiny, f"data.path={make_text(tmp_path)}", "train.steps=20", "launch.timeout=300"]
+    args += ["checkpoint.every=3", "train.run_dir=run"]
+    options = {**environment(), "PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}
     if blocks_saving:
-        about["BLOCKS_SAVING"] = "1"
+        options["BLOCKS_SAVING"] = "1"
     began = time.monotonic()
     done = subprocess.run(
-        command("train", *words),
-        cwd=tmp_path, env=about, capture_output=True, text=True, timeout=120, check=False,
+        command("train", *args),
+        cwd=tmp_path, env=options, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    said = " ".join(done.stderr.split())
-    assert "rank 1" in said
-    assert "planted on one rank" in said
+    out = " ".join(done.stderr.split())
+    assert "rank 1" in out
+    assert "planted on one rank" in out
     assert time.monotonic() - began < 90
 
 

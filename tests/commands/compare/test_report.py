@@ -23,11 +23,11 @@ from fsdpctl.estimate.accuracy import ErrorBand
 MIB = 1 << 20
 
 
-def measured(name: str, speed: float, memory: float = 50, **about: Any) -> VariantResult:
+def measured(name: str, speed: float, memory: float = 50, **kwargs: Any) -> VariantResult:
     """Return a variant that ran at `speed` tokens per second with 1,000 tokens per step."""
     return VariantResult(
         {"strategy": name}, name, world_size=2, tokens_per_second=speed, step_seconds=1000 / speed,
-        estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB, **about,
+        estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB, **kwargs,
     )  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def test_losses_of_variants_that_train_differently_are_not_compared():
     rows = [
         replace(a, varied={"optimizer.lr": "1e-3"}), replace(b, varied={"optimizer.lr": "1e-4"}),
     ]  # fmt: skip
-    (said,) = loss_lines(rows)
-    assert said == "all losses are equal among variants with the same training settings"
+    (message,) = loss_lines(rows)
+    assert message == "all losses are equal among variants with the same training settings"
 
 
 ROWS = [measured("full_shard", 1000), measured("no_shard", 1200, 70), failed("hybrid_shard")]
@@ -92,8 +92,8 @@ ROWS = [measured("full_shard", 1000), measured("no_shard", 1200, 70), failed("hy
 def test_the_files_are_the_rows_and_a_picture_of_those_that_ran(rows, by, tmp_path):
     written = write_report(rows, "llama_tiny, measured on <some> CPU", tmp_path, by)
     assert {each.name for each in written} == {each.name for each in tmp_path.iterdir()}
-    kept = json.loads((tmp_path / "compare.json").read_text())
-    assert [row["status"] for row in kept] == [row.status for row in rows]
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["status"] for row in saved] == [row.status for row in rows]
     picture = imread(tmp_path / "compare.png")
     assert picture.shape[1] > 1000
     assert picture[..., :3].std() > 0.05

@@ -11,11 +11,11 @@ WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per
 HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_size=2"]
 
 
-def simulated(*words: str) -> tuple[list[VariantResult], list[str]]:
+def simulated(*args: str) -> tuple[list[VariantResult], list[str]]:
     """Return the rows and the notes, without that on the price of the cluster."""
-    found = variants_of([*words, "train.steps=20"], None, simulates=True)
-    notes = list(dict.fromkeys(predict(found)))  # which sets what the rows have
-    return [each.result for each in found], [x for x in notes if not x.startswith("cost at ")]
+    result = variants_of([*args, "train.steps=20"], None, simulates=True)
+    notes = list(dict.fromkeys(predict(result)))  # which sets what the rows have
+    return [each.result for each in result], [x for x in notes if not x.startswith("cost at ")]
 
 
 def test_changes_that_fit_are_named_if_no_variant_does():
@@ -37,8 +37,8 @@ def test_no_change_is_named_if_a_variant_fits():
 
 
 def test_missing_host_memory_is_in_the_status_of_a_variant():
-    words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "strategy.offload=none,states"]
-    (fits, lacks), _ = simulated(*words, "cluster.host_memory=6.008")
+    args = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "strategy.offload=none,states"]
+    (fits, lacks), _ = simulated(*args, "cluster.host_memory=6.008")
     assert (fits.status, lacks.hours, lacks.gpu_hours) == (OK, None, None)
     assert fits.hours is not None
     assert [cells(row, [])[0] for row in (fits, lacks)] == ["-", "does not fit"]

@@ -11,7 +11,7 @@ from types import ModuleType
 class _AfterTorch:
     """Finds torch as usual, and installs the devices once it has been imported."""
 
-    def find_spec(self, name: str, *about: object) -> ModuleSpec | None:
+    def find_spec(self, name: str, *options: object) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
