@@ -105,15 +105,17 @@ class ShardedMuon(ShardedAdamW):
         param.mul_(decay)
         without_padding = (x[: spec.numel].view(spec.shape) for x in (param, grad, mean))
         weights, gradient, average = without_padding
-        if self._nesterov:
-            update = gradient.lerp(average, self._momentum).bfloat16()
-        else:
-            update = average.to(torch.bfloat16, copy=True)
-        update = _orthogonal(update, self._ns_steps)
+        # No name holds the argument, so that `_orthogonal` frees it after the first iteration.
+        update = _orthogonal(self._update(gradient, average), self._ns_steps)
         if skip is not None:
             update.masked_fill_(skip, 0.0)
         # The factor of torch's `match_rms_adamw`.
         weights.add_(update, alpha=-lr * (0.2 * math.sqrt(max(update.shape[-2:]))))
+
+    def _update(self, gradient: Tensor, mean: Tensor) -> Tensor:
+        if self._nesterov:
+            return gradient.lerp(mean, self._momentum).bfloat16()
+        return mean.to(torch.bfloat16, copy=True)
 
 
 def _orthogonal(x: Tensor, steps: int) -> Tensor:

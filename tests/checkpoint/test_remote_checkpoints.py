@@ -255,10 +255,12 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
     uploads = Uploads(CheckpointConfig(keep_last=0), run, messages.append, RemoteCheckpoints(URL))
     first, second, *_ = folders(run)
     with monkeypatch.context() as planting:
-        planting.setattr(MemoryFileSystem, "put_file", lambda *given, **about: 1 / 0)
+        planting.setattr(MemoryFileSystem, "put_file", lambda *args, **kwargs: 1 / 0)
         uploads.add(first, 10)
         uploads.wait(pytest.fail)
-        with pytest.raises(FsdpctlError, match=f"^step 10: .* not uploaded: {URL}/.* run it again"):
+        with pytest.raises(
+            FsdpctlError, match=f"^step 10: .* not uploaded: {URL}/.* run the same command"
+        ):
             uploads.check()
     uploads.add(second, 20)
     uploads.wait(pytest.fail)
@@ -360,7 +362,7 @@ def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeyp
     config = stored_config(compose_config([*args, f"train.run_dir={tmp_path}/new/run"]).config)
     for name in ("ls", "info"):
         with monkeypatch.context() as planting:
-            planting.setattr(MemoryFileSystem, name, lambda *given, **about: slow_store())
+            planting.setattr(MemoryFileSystem, name, lambda *args, **kwargs: slow_store())
             with pytest.raises(FsdpctlError, match=f"^{URL}.*: TimeoutError: slow"):
                 inspect_run_dir(config, "auto")
             with pytest.raises(FsdpctlError, match=f"^{URL}.*: TimeoutError: slow"):
@@ -371,7 +373,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_replaced(run, monk
     there, folder = RemoteCheckpoints(URL), folders(run)[0]
     there.upload(folder)
     with monkeypatch.context() as planting:
-        planting.setattr(MemoryFileSystem, "cat_file", lambda *given, **about: slow_store())
+        planting.setattr(MemoryFileSystem, "cat_file", lambda *args, **kwargs: slow_store())
         with pytest.raises(FsdpctlError, match=f"^{URL}/{folder.name}/{MANIFEST}: TimeoutError"):
             there.upload(folder)
     assert [each.name for each in there.complete()] == [folder.name]

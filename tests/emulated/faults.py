@@ -55,7 +55,7 @@ def instead(owner: Any, name: str, *of: Case) -> Callable[[Callable[..., Any]], 
     def named(wrong: Callable[..., Any]) -> Callable[..., Any]:
         def plant() -> None:
             right = getattr(owner, name)
-            setattr(owner, name, lambda *given, **more: wrong(right, *given, **more))
+            setattr(owner, name, lambda *args, **kwargs: wrong(right, *args, **kwargs))
 
         for case in of:
             FAULTS[f"{wrong.__name__}, {case.strategy}"] = case, plant
@@ -130,13 +130,13 @@ def a_unit_does_not_wait_for_the_host() -> None:
 # Wrong calls: functions of the original and its arguments.
 _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] = (
     ("no_wait_before_copies_to_and_from_the_host", Copier, "_copy",
-     (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *given: right(*given[:-1], None)),
+     (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *args: right(*args[:-1], None)),
     ("the_host_reads_a_gradient_before_it_has_arrived", HostStates, "_fetch", (STATES,),
-     lambda right, *given: (right(*given)[0], None)),
+     lambda right, *args: (right(*args)[0], None)),
     ("a_unit_is_gathered_before_the_host_has_sent_it", HostTask, "end", (STATES,),
      lambda right, job, ready=None, error=None: right(job, None, error)),
     ("gradients_go_before_the_second_collective_has_read_them", NcclCollectives, "chain", (HYBRID,),
-     lambda right, *given: (Handle(lambda: torch.empty(0)), right(*given)[1])),
+     lambda right, *args: (Handle(lambda: torch.empty(0)), right(*args)[1])),
     ("the_record_is_made_on_the_host", record, "sum_of_squares", (Case(),),
      lambda right, model: right(model).cpu()),
     ("a_part_lands_in_the_place_of_another_rank", HostParamPool, "copy_to_device", (PARAMS,),

@@ -163,7 +163,7 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
         )  # fmt: skip
 
     fake = ModuleType("wandb")
-    vars(fake).update(init=init, Settings=lambda **about: about)
+    vars(fake).update(init=init, Settings=lambda **kwargs: kwargs)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     config = replace(Config(), log=LogConfig("wandb"))
