@@ -35,7 +35,7 @@ def step_of(folder: Path) -> int:
 
 
 def _steps_in(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints, complete or not, oldest first; UsageError for a link."""
+    """Return the checkpoints, complete or not, oldest first; UsageError for other links."""
     run_files.check_checkpoint_dirs(checkpoints)
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted((each for each in folders if run_files.STEP.fullmatch(each.name)), key=step_of)
@@ -61,7 +61,7 @@ def best_checkpoint_name(folder: Path) -> str:
 
 def describe_incomplete(checkpoints: Path) -> list[str]:
     """Describe incomplete checkpoints that are newer than the newest complete one."""
-    newest, newest_step, fallback = newest_checkpoint(checkpoints), -1, "no other is complete"
+    newest, newest_step, fallback = newest_checkpoint(checkpoints), -1, "no checkpoint is complete"
     if newest is not None:
         newest_step, fallback = step_of(newest), f"the newest complete checkpoint is {newest.name}"
     newer = [each for each in _steps_in(checkpoints) if step_of(each) > newest_step]
@@ -78,22 +78,22 @@ def describe_incomplete(checkpoints: Path) -> list[str]:
     return lines
 
 
-def resume_hint(damaged: Path) -> str:
-    """Return the end of a message that suggests to resume an older checkpoint, or ""."""
+def older_checkpoint_hint(damaged: Path) -> str:
+    """Return the end of a message that suggests a run from an older checkpoint, or ""."""
     step = step_of(damaged)
     older = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < step]
     return OLDER_HINT.format(older[-1]) if older else ""
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return the newest checkpoint in a run directory or a checkpoints directory, or `source`."""
+    """Return `source` if it is a checkpoint, else the newest one in this run or directory."""
     if not source.is_dir():
         if source.exists():
             raise UsageError(f"{source}: expected a directory, got a file")
         if _URL.match(str(source)):
             raise UsageError(
-                f"{source}: not read from object stores; to download it, pass it to "
-                "`fsdpctl consolidate-checkpoint` or to train --resume"
+                f"{source}: object stores are not supported here; to download it, pass the URL "
+                "to `fsdpctl consolidate-checkpoint` or to train --resume"
             )
         raise UsageError(f"{source}: directory not found{nearest_run_hint(source)}")
     if not (source / run_files.RUN_CONFIG).is_file() and (runs_hint := newest_runs_hint(source)):
@@ -135,7 +135,7 @@ def _checkpoints_in(source: Path) -> Path:
 def replace_link(link: Path, target: Path) -> str:
     """Make `link` a symbolic link to `target` in the same directory, atomically.
 
-    Return the problem, or "". Saves ignore it: links are for people; some file systems have none.
+    Return the problem, or "". A save only warns of it: some file systems have no links.
     """
     scratch, problem = link.with_name(f"{link.name}.tmp-{os.getpid()}"), ""
     with suppress(OSError):
@@ -216,7 +216,7 @@ def remove_expired(
 
 
 def _delete(folder: Path, checkpoint: Path) -> None:
-    """Delete a directory, renamed first so that `remove_interrupted_saves` finds the rest of it."""
+    """Delete `folder`. It is first renamed after `checkpoint`, so that a start removes the rest."""
     removed = checkpoint.with_name(f"{checkpoint.name}.tmp-removed")
     folder.rename(removed)
     try:

@@ -106,7 +106,7 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
             batches,
             Collectives(),
             device,
-            at_most=0,
+            max_batches=0,
             chunk_tokens=config.train.loss_chunk_tokens or 0,
             should_continue=show_progress,
         )

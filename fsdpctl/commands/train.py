@@ -267,9 +267,9 @@ def _show_failure(cause: Failure | None, run_dir: Path, outcome: RoundOutcome) -
         lines += _failure_details(cause, run_dir)
         show_panel(title, [f"cause  {cause.description}", *lines])
         return
-    title, reason = "ranks hang" if outcome.hang else outcome.stopped_text, outcome.reason
+    title, reason = "ranks hang" if outcome.hang else outcome.exited_ranks_text, outcome.reason
     if outcome.unreachable_text:
-        title = f"{outcome.unreachable_text}; {outcome.stopped_text}"
+        title = f"{outcome.unreachable_text}; {outcome.exited_ranks_text}"
         reason = outcome.hang or "a launcher was killed, or a host is down or disconnected"
     logs = f"{run_dir / LOGS}/rank-*.log (stack of each rank)"
     show_panel(title, [f"cause  {reason}", f"hint   {RESUME_HINT}", f"log    {logs}"])

@@ -32,7 +32,7 @@ def core_of(cpu: int) -> int:
 
 
 def num_cores() -> int:
-    """Return how many cores the affinity mask and the control group's CPU time allow, or 1."""
+    """Return the cores that the affinity mask and the control group's limit allow, at least 1."""
     limits = [len({core_of(cpu) for cpu in allowed_cpus()})]
     for file in cgroup_files("cpu.max", "cpu.cfs_quota_us", CGROUP_ROOT, PROC_CGROUP):
         with suppress(OSError, ValueError):
@@ -97,7 +97,7 @@ def host_memory(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:
 def without_gc() -> Iterator[None]:
     """Disable the garbage collector in the block. One collection of torch's objects takes 0.1 s.
 
-    Tensors that are observed in the block are freed with their last reference, at no other time.
+    In the block, a tensor is freed with its last reference and at no other time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

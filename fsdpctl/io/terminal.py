@@ -1,4 +1,4 @@
-"""Terminal output of long runs."""
+"""Terminal output of long runs, and its copy in a log file."""
 
 import re
 import textwrap
@@ -49,7 +49,7 @@ def wrapped(line: str, width: int) -> str:
     )  # fmt: skip
 
 
-def journal(log: Path, text: str) -> None:
+def append_to_log(log: Path, text: str) -> None:
     """Append lines with the time to a log. If the disk is full, the lines are dropped."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())

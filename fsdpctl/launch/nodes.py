@@ -91,7 +91,7 @@ class NodeExchange:
     def has_failed_elsewhere(self, round_index: int) -> bool:
         """Return whether another node's ranks failed in a round; True if node 0 has exited."""
         reports = self._other_reports(round_index).values()
-        return self._is_lost or any(each.outcome and each.outcome.has_failed for each in reports)
+        return self._is_lost or any(each.outcome and each.outcome.stops_others for each in reports)
 
     def hangs_elsewhere(self, round_index: int) -> bool:
         return any(each.hangs for each in self._other_reports(round_index).values())

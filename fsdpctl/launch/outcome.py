@@ -12,8 +12,8 @@ from typing import Any
 from fsdpctl.errors import STOP_SIGNALS, ExitCode, shorten_list
 from fsdpctl.io.resources import CGROUP_ROOT, PROC_CGROUP, cgroup_files
 
-# Failures that follow the first one within this time may have the same cause. The agent kills the
-# remaining workers only after half a minute.
+# Failures that follow the first one within this time may have the same cause. torchrun's agent
+# kills the other workers half a minute after SIGTERM, so it is not the cause of an earlier kill.
 _SAME_CAUSE_SECONDS = 5
 # Errors of collectives and stores whose peers have exited or are unreachable.
 _BROKEN_CONNECTION = re.compile(
@@ -85,11 +85,11 @@ class NodeOutcome:
     stop_signal: int | None = None  # received by the launcher
     stopped_early: bool = False  # before workers were started
     hang: str = ""  # the hung ranks, in one line
-    failed_at: float | None = None  # when the first worker exited early; seconds since the epoch
+    failed_at: float | None = None  # when the first worker failed; seconds since the epoch
     killed_for_other_node: bool = False  # workers were killed only because another node failed
 
     @property
-    def has_failed(self) -> bool:
+    def stops_others(self) -> bool:
         """Whether other nodes must stop: not if workers only saved after a stop request."""
         return self.stopped_early or any(x.exit_code != ExitCode.STOPPED for x in self.failures)
 
@@ -129,6 +129,7 @@ class RoundOutcome:
 
     @property
     def has_failed(self) -> bool:
+        """Whether a rank failed, hung, or exited at a stop request."""
         return bool(self.failures or self.hang or self.killed_for_other_node)
 
     @property
@@ -150,7 +151,7 @@ class RoundOutcome:
         return f"node {text} is unreachable" if len(nodes) == 1 else f"nodes {text} are unreachable"
 
     @property
-    def stopped_text(self) -> str:
+    def exited_ranks_text(self) -> str:
         ranks = [str(each.rank) for each in self.failures]
         named = f"rank{'s' * (len(ranks) > 1)} {shorten_list(ranks)}"
         return f"{named if ranks else 'the ranks of this node'} stopped"
@@ -158,9 +159,11 @@ class RoundOutcome:
     @property
     def was_stopped_at_start(self) -> bool:
         """Whether a stop was requested before the ranks had anything to save."""
-        at_once = any(each.was_killed and -each.exit_code in STOP_SIGNALS for each in self.failures)
+        killed_by_stop = any(
+            each.was_killed and -each.exit_code in STOP_SIGNALS for each in self.failures
+        )
         saved = any(each.exit_code == ExitCode.STOPPED for each in self.failures)
-        return self.stopped_early or (self.stop_requested and at_once and not saved)
+        return self.stopped_early or (self.stop_requested and killed_by_stop and not saved)
 
     @property
     def cause(self) -> Failure | None:

@@ -53,7 +53,9 @@ def aux_loss_factor(model: Any) -> float:
             raise UsageError(f"{CONFIG_LOCATION}: {name}={factor}: not supported; {hint}")
     factor = next((value for name in _AUX_FACTORS if (value := getattr(model, name, None))), 0.0)
     router_classes: list[Any] = []
-    for each in model.modules():  # a backbone may list other outputs than the model
+    # transformers lists the modules that record an output. Without a router, there is no loss. A
+    # backbone may list other outputs than the model.
+    for each in model.modules():
         outputs = (getattr(type(each), "_can_record_outputs", None) or {}).get("router_logits", [])
         recorders = outputs if isinstance(outputs, list | tuple) else [outputs]
         router_classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
@@ -70,7 +72,7 @@ def global_aux_loss(
     transformers. The mean probabilities, which have a gradient, are over this rank's tokens.
 
     Args:
-        routers: The router logits of each layer, (tokens, experts).
+        router_logits: One tensor for each layer, (tokens, experts).
         mask: Whether a token counts, (batch, length).
         model: The PreTrainedModel.
         reduce_counts: Sums a tensor over all ranks.

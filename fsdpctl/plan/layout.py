@@ -5,7 +5,7 @@
     shares        | repl 0 | ..1 | repl 0| ..1 |  ..      |     if replicas share master weights
 
 Each parameter starts on a multiple of ALIGNMENT elements, and each shard starts and ends on such a
-multiple. Collectives and fused kernels then see 16-byte-aligned memory at any number of ranks.
+multiple, at any number of ranks: collectives require 16 bytes, and ALIGNMENT has another reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def aligned_chunk(span: Span, index: int, count: int) -> Span:
-    """Return chunk `index` of `count` chunks of an aligned size; the last may be short or empty."""
+    """Return chunk `index` of `count`, of an aligned size; the last may be short or empty."""
     step = round_up(-(-span.numel // count), ALIGNMENT)
     start = min(span.start + index * step, span.stop)
     return Span(start, min(start + step, span.stop))
@@ -145,7 +145,7 @@ class FlatLayout:
         return EvenSpans(self.numel // count, count)
 
     def owned_span(self, rank: int, replica: int) -> Span:
-        """Return the span whose master weights rank `rank` of a replica updates."""
+        """Return the span of master weights that a rank of a replica updates."""
         share = replica if self.shares_per_shard > 1 else 0
         return self.owned_spans[rank * self.shares_per_shard + share]
 

@@ -29,7 +29,7 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
     path, tokenizer = config.model.path, data.tokenizer
     model_files = {} if path is None else read_model_assets(Path(path))
     assets = {name: content for name, content in model_files.items() if name in MODEL_CONFIG_FILES}
-    # With another vocabulary size, another tokenizer may have written the tokens of the data.
+    # If the vocabulary sizes differ, a different tokenizer may have written the tokens of the data.
     fits_tokens = tokenizer.vocab_size == data.vocab_size
     if fits_tokens:
         assets |= _tokenizer_files(tokenizer, config.model, assets)
@@ -60,17 +60,17 @@ def _tokenizer_files(
     exported = {**_parsed(assets, CONFIG_JSON, "the model"), "model_type": model_type}
     keys = class_keys(tokenizer.model_config)
     configs = [json.dumps(exported).encode(), assets.get(CONFIG_JSON)]
-    others = (config for config in configs if class_keys(config) != keys)
-    # What may be next to the tokenizer: config.json of the export, or of the model.
-    neighbors = [{} if config is None else {CONFIG_JSON: config} for config in others]
+    conflicting = (config for config in configs if class_keys(config) != keys)
+    # With each config.json next to it, the tokenizer must give the same tokens, as `checksum` says.
+    neighbors = [{} if config is None else {CONFIG_JSON: config} for config in conflicting]
     for read_files in (tokenizer.files, tokenizer.files_as_saved):
         files = read_files()
         exports = (FileTokenizer(tokenizer.name, {**files, **each}) for each in neighbors)
         if all(each.checksum == tokenizer.checksum for each in exports):
             return files
     raise UsageError(
-        f"data.tokenizer={tokenizer.name}: gives other tokens in the directory of a {model_type} "
-        "model; expected the tokenizer of such a model"
+        f"data.tokenizer={tokenizer.name}: transformers reads it as another tokenizer next to the "
+        f"config.json of a {model_type} model; expected a tokenizer of such a model"
     )
 
 
@@ -84,7 +84,7 @@ def _generation_config(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> b
         model = _parsed(files, CONFIG_JSON, "the model")
         config = {key: model[key] for key in _COPIED_IDS if model.get(key) is not None}
     if set(_token_ids(config.get("eos_token_id"))) == set(tokens):
-        return files[GENERATION_CONFIG]  # exists: else `config` has no eos_token_id
+        return files[GENERATION_CONFIG]  # it exists, since `tokens` is not empty
     config["eos_token_id"] = list(tokens)
     return (json.dumps(config, indent=2) + "\n").encode()
 

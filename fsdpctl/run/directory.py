@@ -23,10 +23,10 @@ from fsdpctl.checkpoint.run_checkpoints import (
     describe_incomplete,
     find_checkpoint,
     newest_checkpoint,
+    older_checkpoint_hint,
     remove_interrupted_saves,
     replace_link,
     restore_links,
-    resume_hint,
     step_folder,
     step_of,
 )
@@ -241,7 +241,7 @@ def _progress_at(newest: Path | None) -> Progress | None:
         return None if newest is None else CheckpointReader(newest).manifest.progress
     except CheckpointError as error:
         assert newest is not None
-        raise CheckpointError(f"{error}{resume_hint(newest)}") from None
+        raise CheckpointError(f"{error}{older_checkpoint_hint(newest)}") from None
 
 
 def _add_pending_validation(progress: Progress, run_dir: Path) -> Progress:

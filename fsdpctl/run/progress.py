@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
-from fsdpctl.io.terminal import LenientConsole, journal, wrapped
+from fsdpctl.io.terminal import LenientConsole, append_to_log, wrapped
 from fsdpctl.io.texts import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ProgressDisplay:
         yield write
         write("\n")
         if self._log is not None:
-            journal(self._log, "".join(pieces))
+            append_to_log(self._log, "".join(pieces))
 
     def say(self, line: str, *, is_remark: bool = False) -> None:
         """Print a permanent line. A remark is neither a result nor a warning; `-q` hides it."""
@@ -120,7 +120,7 @@ class ProgressDisplay:
             text = wrapped(text, console.width) if console.is_terminal else text
             console.print(text, markup=False)
         if self._log is not None:
-            journal(self._log, line)
+            append_to_log(self._log, line)
 
 
 def _step_text(metrics: "StepMetrics") -> str:

@@ -18,7 +18,7 @@ from fsdpctl.checkpoint.initial_weights import (
 from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint, resume_hint
+from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint, older_checkpoint_hint
 from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.mesh import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import DRAWING, STATUS_PAGE
@@ -306,9 +306,9 @@ def _resume(
     try:
         reader = CheckpointReader(newest)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{resume_hint(newest)}") from None
+        raise CheckpointError(f"{error}{older_checkpoint_hint(newest)}") from None
     weights, base = open_with_base(reader, model.collectives)
     try:
         return load_into(reader, model, optimizer, weights), [base] if base is not None else []
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{resume_hint(newest)}") from None
+        raise CheckpointError(f"{error}{older_checkpoint_hint(newest)}") from None

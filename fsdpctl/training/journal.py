@@ -17,7 +17,7 @@ _MOST_WARNINGS = 100  # warnings in the events of a start
 
 
 class Journal:
-    """The messages, metrics and events of a run, of any thread. Only rank 0 writes."""
+    """The messages and metrics of a run. Any thread may call it; only rank 0 writes."""
 
     def __init__(
         self, config: Config, run_dir: Path, step: int, *, is_rank_0: bool, shows: bool
@@ -41,7 +41,7 @@ class Journal:
             with suppress(UsageError):  # environment.json is corrupted
                 save_seconds = [each.longest_save_seconds for each in read_start_events(run_dir)]
                 self.longest_save_seconds = max(save_seconds, default=0.0)
-            self.record_events({"step": step})
+            self.update_start_record({"step": step})
 
     def say(self, line: str) -> None:
         self.display.say(line)
@@ -63,8 +63,8 @@ class Journal:
         if self.trackers is not None:
             self.trackers.log_line(line)
 
-    def record_events(self, values: dict[str, Any]) -> None:
-        """Set values in the events of this start; failures to write them are ignored."""
+    def update_start_record(self, values: dict[str, Any]) -> None:
+        """Set fields of this start in environment.json; failures to write them are ignored."""
         if self._metrics is not None:
             with self._writing_events:
                 warnings = [*self._events["warnings"], *values.get("warnings", ())]
@@ -76,13 +76,13 @@ class Journal:
         self.track(line)
         if seconds > self.longest_save_seconds:
             self.longest_save_seconds = seconds
-            self.record_events({"longest_save_seconds": round(seconds, 6)})
+            self.update_start_record({"longest_save_seconds": round(seconds, 6)})
 
     def warn(self, message: str, step: int | None = None) -> None:
         """Print a warning and record it with `step`, by default the last completed step."""
         self.say(message if step is None else f"step {step}: {message}")
         step = self._step if step is None else step
-        self.record_events({"warnings": [f"step {step}: {message}"]})
+        self.update_start_record({"warnings": [f"step {step}: {message}"]})
 
     def check_not_removed(self) -> None:
         """Raise FsdpctlError on rank 0 if the run directory or metrics.jsonl has been removed."""

@@ -27,11 +27,13 @@ class ValidationLoss(NamedTuple):
     mean: float
     tokens: int  # number of predicted tokens
     by_source: dict[str, float]
-    named: dict[str, float]  # named sums of a script's loss, divided by its count
+    named_means: dict[
+        str, float
+    ]  # the named sums that a script's loss returns, divided by the counts
 
     def to_line(self) -> dict[str, float | None]:
         values = {f"val_loss/{name}": loss for name, loss in self.by_source.items()}
-        values |= {f"val_{name}": mean for name, mean in self.named.items()}
+        values |= {f"val_{name}": mean for name, mean in self.named_means.items()}
         return {"val_loss": finite(self.mean), **{name: finite(x) for name, x in values.items()}}
 
 
@@ -42,22 +44,22 @@ def validation_loss(
     collectives: Collectives,
     device: torch.device,
     *,
-    at_most: int,
+    max_batches: int,  # per source; 0: all
     chunk_tokens: int,
     should_continue: Callable[[int], bool] = lambda number: True,
 ) -> ValidationLoss | None:
     """Return the mean loss in nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, without repeating rows, and losses are added in
-    float64. So the result depends on the number of ranks only by the rounding of each pass. Calls
-    `should_continue(NUMBER)` after each global batch, which must return the same on all ranks. If
-    it returns False, the validation ends and returns None.
+    float64. So the result depends on the number of ranks only by the rounding of each pass. After
+    each global batch, calls `should_continue` with the number of batches so far. It must return the
+    same on all ranks; if it returns False, the validation returns None.
     """
     sums: dict[str, list[float]] = {}  # loss and tokens by source
     named, named_totals, num_batches = NamedSums(), list[float](), 0
     for name, part in batches.by_source().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        for number in range(part.num_validation_batches(at_most)):
+        for number in range(part.num_validation_batches(max_batches)):
             for micro_step in range(part.num_validation_passes(number)):
                 reseed(number, micro_step, collectives.rank)
                 batch = part.validation(number, collectives.rank, micro_step)
@@ -68,7 +70,7 @@ def validation_loss(
             num_batches += 1
             if not should_continue(num_batches):
                 return None
-        # All ranks have run a pass, so they agree on whether `take` is collective.
+        # `take` compares names over all ranks after their first pass. Scripts have one source.
         total = torch.cat([total, named.take(collectives, device)])
         reduced = collectives.all_reduce(total).tolist()
         sums[name], named_totals = reduced[:2], reduced[2:]
@@ -100,7 +102,7 @@ def describe_validation(validation: ValidationLoss, data: DataSet) -> str:
     loss = validation.mean
     text = f"validation loss {loss:.4f}"
     if isinstance(data.val, ScriptData):
-        named = (f"{name} {mean:.4g}" for name, mean in validation.named.items())
+        named = (f"{name} {mean:.4g}" for name, mean in validation.named_means.items())
         return ", ".join([text, *named])
     text += " nats per token"
     if validation.by_source:

@@ -124,7 +124,7 @@ GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1
 def test_a_lost_node_is_named_unless_a_rank_failed_by_itself(ended, silent, named):
     outcome = RoundOutcome.combine({0: ended}, 0, silent)
     title = (
-        f"{outcome.unreachable_text}; {outcome.stopped_text}"
+        f"{outcome.unreachable_text}; {outcome.exited_ranks_text}"
         if outcome.unreachable_text
         else outcome.reason
     )
@@ -133,5 +133,5 @@ def test_a_lost_node_is_named_unless_a_rank_failed_by_itself(ended, silent, name
 
 
 def test_a_node_stopped_before_its_ranks_started_stops_the_others():
-    assert NodeOutcome(stopped_early=True).has_failed
-    assert not NodeOutcome().has_failed
+    assert NodeOutcome(stopped_early=True).stops_others
+    assert not NodeOutcome().stops_others

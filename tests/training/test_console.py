@@ -12,7 +12,7 @@ import pytest
 
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.output import LenientStream
-from fsdpctl.io.terminal import LenientConsole, journal
+from fsdpctl.io.terminal import LenientConsole, append_to_log
 from fsdpctl.io.texts import printable
 from tests.commands.run import command, environment
 
@@ -78,11 +78,11 @@ def test_a_stream_that_is_closed_is_silent(monkeypatch):
 
 
 def test_lines_are_kept_with_their_time_where_there_is_room(tmp_path):
-    journal(tmp_path / "log", "one\ntwo \x1b[2J")
+    append_to_log(tmp_path / "log", "one\ntwo \x1b[2J")
     out = (tmp_path / "log").read_text().splitlines()
     assert [line[20:] for line in out] == ["one", "two \N{REPLACEMENT CHARACTER}[2J"]
-    journal(tmp_path / "no" / "log", "one")
-    journal(tmp_path, "one")
+    append_to_log(tmp_path / "no" / "log", "one")
+    append_to_log(tmp_path, "one")
 
 
 def test_what_steers_a_terminal_is_not_printed():

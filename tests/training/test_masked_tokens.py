@@ -29,7 +29,9 @@ def train(rank: int, world_size: int, typed: list[str], folder: str) -> None:
     trainer.run()
     if (batches := trainer.parts.val_batches) is not None:
         model = trainer.parts.model
-        result = validation_loss(model, batches, model.collectives, CPU, at_most=0, chunk_tokens=0)
+        result = validation_loss(
+            model, batches, model.collectives, CPU, max_batches=0, chunk_tokens=0
+        )
         assert result is not None
         assert math.isnan(result.mean)
         assert result.to_line() == {"val_loss": None}

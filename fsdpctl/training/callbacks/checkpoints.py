@@ -144,7 +144,7 @@ class Uploads:
 
 @dataclass(slots=True)
 class ByteTransfer:
-    """A transfer that a thread makes: a save, or the reading of the bases."""
+    """A transfer that a thread makes: a save, or reading base weights to verify them."""
 
     step: int
     num_bytes: int
@@ -184,10 +184,11 @@ class Checkpoints(Callback):
         *,
         uploads: bool,
     ) -> None:
-        """Save as configured, without the weights of a named base model; report to `journal`.
+        """Save as configured, and report to `journal`.
 
-        A thread uses the collectives of `ranks` during training, and reads all `bases` before the
-        first save. If `uploads`, this rank uploads to the run's object store, if it has one.
+        A checkpoint leaves out the weights of a base whose path and checksums it records. A thread
+        uses the collectives of `ranks` during training, and reads `bases` before the first save.
+        If `uploads`, this rank uploads to the run's object store, if it has one.
         """
         settings, run_dir = config.checkpoint, journal.run_dir
         self._every, self._last = settings.every, config.train.steps
@@ -203,7 +204,7 @@ class Checkpoints(Callback):
         self._current: ByteTransfer | None = None
         self._saved_step = -1
         self._lacks_links = False
-        self._is_requested = False  # the file SAVE exists until the checkpoint is complete
+        self._is_requested = False  # a save was; the file SAVE stays until it is complete
         remote = remote_checkpoints_of(config) if uploads else None
         self._uploads = Uploads(settings, run_dir, self._report, remote)
 
@@ -261,7 +262,7 @@ class Checkpoints(Callback):
             self.complete_save(trainer)
             gc.collect()  # reference cycles must not hold memory that the copies need
             model.check_replicas()  # each replica writes a share of the checkpoint
-            # A base leaves out untrained weights; the writer thread sets its verified checksums.
+            # The checkpoint leaves out the weights of a base, whose checksums the writer verifies.
             about = self._settings, self._assets, self._base
             metadata = CheckpointMetadata(trainer.progress(), *about)
             rank, optimizer = self._ranks.rank, trainer.parts.optimizer
@@ -324,8 +325,8 @@ class Checkpoints(Callback):
                 moved = self._bytes_moved
                 if moved != before:
                     since = time.perf_counter()
-                # A rank that has written its part, or read its part of the base, may wait for other
-                # ranks. Else, no progress is a hang: without a status, the watchdog detects it.
+                # A rank that has written its part may wait for other ranks, and so may every rank
+                # while bases are read. Else, without a status, the watchdog detects a hang.
                 may_wait = fraction == 1 or (reading is not None and not reading.future.done())
                 waits = may_wait and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
                 if waits or moved != before:

@@ -42,7 +42,7 @@ class EstimateReport(Callback):
             if len(self._seconds) == _COMPARED_STEPS and (report := self.time_report()) is not None:
                 message, values = report
                 trainer.journal.remark(message)
-                trainer.journal.record_events(values)
+                trainer.journal.update_start_record(values)
 
     def time_report(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
@@ -61,7 +61,7 @@ class EstimateReport(Callback):
             gathered = trainer.collectives.all_gather_values(peaks_of_rank)
             allocated, reserved = map(max, zip(*gathered, strict=True))
             peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
-            trainer.journal.record_events(peaks)
+            trainer.journal.update_start_record(peaks)
             if self._estimate is not None:
                 trainer.journal.remark(_compared_peaks(peaks, self._estimate))
         return requested
@@ -71,7 +71,7 @@ class EstimateReport(Callback):
         if error is None and trainer.parts.device.type == "cpu":
             memory = peak_memory(trainer.parts.device)
             resident = max(trainer.collectives.all_gather_values(memory.reserved))
-            trainer.journal.record_events({"peak_resident_bytes": resident})
+            trainer.journal.update_start_record({"peak_resident_bytes": resident})
             trainer.journal.remark(self.memory_report(resident))
 
     def memory_report(self, resident: int) -> str:
@@ -126,7 +126,7 @@ class RunReporter(Callback):
         if restart is not None:
             seconds = round(time.time() - restart.failed_at, 3)
             restart = replace(restart, step=metrics.step, seconds_to_next_step=seconds)
-            self._journal.record_events({"restart": asdict(restart)})
+            self._journal.update_start_record({"restart": asdict(restart)})
             text = f"first completed step, {seconds:.1f} s after the failure"
             self._journal.say(f"step {metrics.step}: {text}")
         fraction = None if self._checkpoints is None else self._checkpoints.fraction_written

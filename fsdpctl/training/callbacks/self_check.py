@@ -94,7 +94,7 @@ class SelfCheck(Callback):
             with doing("checking the first step"):
                 errors = list(dict.fromkeys(self._errors(trainer)))
         if is_first or warnings:
-            trainer.journal.record_events({"self_check": [*errors, *warnings]})
+            trainer.journal.update_start_record({"self_check": [*errors, *warnings]})
         for line in (*errors, *warnings):
             trainer.journal.say(f"self-check: {line}")
         if errors and self._mode == "auto":

@@ -66,7 +66,7 @@ class Validation(Callback):
         with doing("validating", "batches", total) as advance:
             loss = validation_loss(
                 parts.model, parts.val_batches, trainer.collectives, parts.device,
-                at_most=at_most, chunk_tokens=train.loss_chunk_tokens or 0,
+                max_batches=at_most, chunk_tokens=train.loss_chunk_tokens or 0,
                 should_continue=should_continue,
             )  # fmt: skip
         if loss is None:
