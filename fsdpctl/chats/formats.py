@@ -38,7 +38,7 @@ _KWARGS_KEY = "chat_template_kwargs"
 _RESERVED_VARIABLES = {
     "messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message",
 }  # fmt: skip
-# TEXT_COLUMN is a format that reads only the key `text`, selected in place of data.prompt.
+# TEXT_COLUMN is a format that reads only the key `text`. A caller selects it by `prompt`.
 _TEXT_FORMAT, TEXT_COLUMN = "text", "the column text"
 _INSTRUCTION_FORMAT = "instruction and output"
 ALPACA_FORMAT = f"{_INSTRUCTION_FORMAT}, as Alpaca's text"
@@ -97,7 +97,9 @@ class _RowFields:
         self.keys = RowKeys()
 
     def take_only(self, keys: tuple[str, ...]) -> tuple[str, Any]:
-        """Take the only nonempty field among `keys`; return its key and value, or a key and "".
+        """Take the only nonempty field among `keys`, and report it as followed.
+
+        Returns its key and value, or a key and "".
 
         UsageError if two fields have different values.
         """
@@ -115,7 +117,7 @@ class _RowFields:
 
 
 def needs_value(key: str) -> bool:
-    """Return whether a format reads the value of a key of rows, to use or reject it."""
+    """Return whether a format uses the value of a row's key, or rejects rows because of it."""
     used = {*_FORMAT_KEYS, *_INSTRUCTION_KEYS, *_INPUT_KEYS, *_OUTPUT_KEYS, *LOSS_KEYS}
     used |= {*SYSTEM_KEYS, *TOOLS_KEYS, _KWARGS_KEY, *_UNSUPPORTED_KEYS}
     return key in used or any(x.fullmatch(key) for x in (_PREFERENCE, ROW_LOSS_LIKE_KEYS))
@@ -131,7 +133,7 @@ def detect_format(fields: Mapping[str, Any], prompt: str = PROMPT_TEMPLATE) -> s
         return TEXT_COLUMN
     fields = {k: value for k, value in fields.items() if value is not None or k == _TEXT_KEY}
     for format_name, (keys, _) in _FORMATS.items():
-        # Two formats have a prompt: a text, or a list of messages.
+        # Two formats have the keys prompt and completion: of texts, or of messages.
         is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
         if not _missing(keys, fields) and is_list == format_name.endswith("of messages"):
             _check_supported(fields, format_name)
@@ -288,7 +290,7 @@ def _tools(row: _RowFields) -> list[Any] | None:
 def _wrap_tool(tool: dict[str, Any], location: str) -> dict[str, Any]:
     """Return a tool in the form that templates expect: {"type": "function", "function": …}.
 
-    In tables, a tool may be only the function, and the parameters may be JSON text.
+    A tool may be only the function, and its parameters may be JSON text, as in Parquet files.
     """
     function: dict[str, Any] = expect(tool.get("function", tool), dict, f"{location}: function")
     if not isinstance(function.get("parameters", {}), dict):

@@ -33,7 +33,7 @@ TENSOR_DTYPES = {
 ITEMSIZES = {name: size for name, (_, size) in TENSOR_DTYPES.items()}
 FLOATS = ("F64", "F32", "BF16", "F16")
 EXPORT_DTYPES = {TENSOR_DTYPES[each][0]: each for each in ("F32", "BF16", "F16")}
-PREFIX_BYTES = 8  # the length of the rest of the header
+PREFIX_BYTES = 8  # they store the length of the JSON text
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _WRITEBACK_BYTES = 32 << 20
 # Larger writes are slower on virtual machines: they fill larger pages, which the host must supply.

@@ -90,7 +90,7 @@ class Batches:
         """Return a micro-batch of the `number`-th global batch of validation, in order.
 
         Rows are spread evenly over ranks, without repeats, and cut after the last target of all
-        rows of the micro-batch. A rank without a row gets one token without a target.
+        rows of the micro-batch, unless ranks share samples. A rank without a row gets no target.
         """
         start, count = self._validation_span(number)
         size, max_rows = self.plan.micro_batch_size, self._max_per_rank(count)
@@ -125,7 +125,7 @@ class Batches:
         return {source.name: replace(self, samples=samples) for source, samples in pairs}
 
     def _read_rows(self, indices: Indices, rank: int, num_rows: int) -> MicroBatch:
-        samples, context, numbers = self.samples, self.plan.context(rank), indices.tolist()
+        samples, context, sample_indices = self.samples, self.plan.context(rank), indices.tolist()
         length = samples.seq_len
         local_length = tokens_per_rank(length, self.plan.context_parallel)
         padding = local_length * self.plan.context_parallel - length
@@ -136,9 +136,9 @@ class Batches:
         padding_lengths = tuple(min(length, padding - start) for start in range(0, padding, length))
         lengths: list[tuple[int, ...]] = [(length, *padding_lengths)] * len(tokens)
         padding_starts = [0] * len(tokens)
-        samples.fetch(numbers)
-        for row, number in enumerate(numbers):
-            sample = samples[number]
+        samples.fetch(sample_indices)
+        for row, index in enumerate(sample_indices):
+            sample = samples[index]
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
             lengths[row] = (*(sample.lengths or (length,)), *padding_lengths)
             padding_starts[row] = length - sample.padding
@@ -154,13 +154,15 @@ class Batches:
         first = 0 if context is None else context.index * local_length
         columns = slice(first, first + local_length)
         tokens, targets = (np.ascontiguousarray(each[:, columns]) for each in (tokens, targets))
-        sources = map(samples.source_of, numbers) if isinstance(samples, MixedSamples) else ()
+        sources = (
+            map(samples.source_of, sample_indices) if isinstance(samples, MixedSamples) else ()
+        )
         needs_lengths = samples.isolates_documents or context is not None
         return MicroBatch(
             torch.from_numpy(tokens), torch.from_numpy(targets),
             lengths=tuple(lengths) if needs_lengths else (), context=context,
             isolates_documents=samples.isolates_documents, padding_starts=tuple(padding_starts),
-            sources=tuple(sources), script_batch=samples.script_batch(numbers),
+            sources=tuple(sources), script_batch=samples.script_batch(sample_indices),
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class HostTask:
         self._error: BaseException | None = None
 
     def end(self, ready: CudaEvent = None, error: BaseException | None = None) -> None:
-        """Complete the task; its results are on the device after `ready`."""
+        """Complete the task. If its results are copied to the device, `ready` is that event."""
         self._ready, self._error = ready, error
         self._done.set()
 
@@ -68,7 +68,7 @@ class Copier:
         return None if self._to_host_stream is None else torch.cuda.current_stream().record_event()
 
     def copy_to_host(self, target: Tensor, source: Tensor, after: CudaEvent = None) -> CudaEvent:
-        """Start a copy after `after` (None: all earlier work). Keep `source` until the event."""
+        """Start a copy after `after` (None: all earlier work). Keep `source` until its event."""
         return self._copy(target, source, self._to_host_stream, after or self.record_event())
 
     def copy_to_device(self, target: Tensor, source: Tensor, after: CudaEvent = None) -> CudaEvent:
@@ -160,7 +160,7 @@ def host_cpus(node: str | None) -> set[int]:
         return preferred
     count = max(1, len(allowed) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     ordered = sorted(preferred, key=lambda cpu: (core_of(cpu), cpu))
-    # Ranks at other NUMA nodes may have the lower numbers, so the position wraps around.
+    # Local ranks at this NUMA node may not begin at 0, so the position wraps around.
     start = int(os.environ.get("LOCAL_RANK", 0)) * count % len(ordered)
     return set((ordered + ordered)[start : start + min(count, len(ordered))])
 
@@ -185,7 +185,7 @@ def _numa_node(device: torch.device) -> str | None:
 def pinned_allocations(count: int, nbytes: int) -> Iterator[int]:
     """Yield how many of `count` buffers of pinned memory, `nbytes` each, to allocate together.
 
-    Torch rounds pinned memory up to a power of two: each number wastes the smallest share.
+    Torch rounds an allocation up to a power of two: each one wastes the smallest possible share.
     """
 
     def filled(num_buffers: int) -> float:

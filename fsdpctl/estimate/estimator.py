@@ -13,7 +13,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.cluster_specs import device_of, host_of, network_of, with_specs
-from fsdpctl.estimate.planned_steps import fullest_rank, plan_training, planned_steps
+from fsdpctl.estimate.planned_steps import plan_of_fullest_rank, plan_training, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced_model import TracedModel
 from fsdpctl.io import files
@@ -124,7 +124,7 @@ class Estimator:
         model_pass, last = _model_pass(plan, traced), traced.units[-1]
         training = plan_training(config, traced.units, batches.num_micro_batches)
         recorder = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
-        training = fullest_rank(config.engine.name, training)
+        training = plan_of_fullest_rank(config.engine.name, training)
         steps = planned_steps(config, traced.units, training, recorder)
         step = _replay(config, recorder, steps)
         frozen_bytes = sum(

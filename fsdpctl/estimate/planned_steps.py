@@ -29,6 +29,7 @@ def optimizer_states(config: Resolved) -> OptimizerStates:
     has_moments = optimizer.momentum > 0 or not row.needs_momentum
     muon = MuonSettings(optimizer.ns_steps, optimizer.nesterov) if row.steps_matrices else None
     masters = [str(config.precision.master_dtype)]
+    # None: AdamW doesn't step in tiles, so moments have the dtype of the masters.
     dtype = None if muon else tiled_dtype(optimizer.state_dtype, masters)
     return OptimizerStates(row.moments * has_moments, row.counter, muon, dtype)
 
@@ -50,9 +51,9 @@ def plan_training(config: Resolved, units: tuple[UnitSpec, ...], num_passes: int
     strategy, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
     size, offloads = strategy.dp_shard_size or ranks, Offload.PARAMS in strategy.offloaded
-    row, owners = get_strategy(strategy.name), owner_map_of(config)
+    requested, owners = get_strategy(strategy.name), owner_map_of(config)
     model_layout = lay_out(
-        units, row, ranks, size, owners, shares_memory=shares, offloads_params=offloads
+        units, requested, ranks, size, owners, shares_memory=shares, offloads_params=offloads
     )
     position = first_position(model_layout, ranks, device, shares_memory=shares)
     precision, prefetch = config.precision.planned, config.prefetch.planned
@@ -73,8 +74,9 @@ def engine_steps(
 ) -> Steps:
     """Return the steps of a rank under `engine`, recorded in `recorder`.
 
-    `strategy` is the requested strategy. The strategy of `plan` may differ if there is one rank.
-    UsageError if the engine does not support the strategy.
+    `strategy` is the requested strategy. The strategy of `plan` may differ if there is one rank. If
+    `regathers`, backward gathers a unit again after its recomputation. UsageError if the engine
+    does not support the strategy.
     """
     check_strategy(engine, strategy)
     if engine == DDP:
@@ -97,16 +99,16 @@ def planned_steps(
     )
 
 
-def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
+def plan_of_fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
     """Return the plan of the rank that needs the most memory.
 
-    With more than 16 ranks, this is the rank that owns most elements.
+    Under uneven owner maps of more than 16 ranks, this is the rank that owns most elements.
     """
     layouts = list(plan.step_plan.all_layouts())
     is_even = all(layout.is_even for layout in layouts)
     if engine != FSDPCTL or (is_even and plan.states.dtype is None):
         return plan
-    if is_even:
+    if is_even:  # ranks differ only by compressed states
         return fullest_ranks(plan)[0]
     if plan.step_plan.position.num_shards <= _MAX_REPLAYED_RANKS:
         return plan.at(engine_peak(plan).rank)
@@ -130,6 +132,7 @@ class SentBytes:
 def sent_per_step(config: Resolved, units: tuple[UnitSpec, ...], num_passes: int) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
     reduces = reducing_passes(num_passes, every=config.accumulation.name == "every")
+    # All passes: those beyond MOST_PLANNED_PASSES send too.
     plan = replace(plan_training(config, units, num_passes), reduces_gradients=reduces)
     recorder, position = TrafficRecorder(), plan.step_plan.position
     planned_steps(config, units, plan, recorder).step()

@@ -17,7 +17,7 @@ from fsdpctl.estimate.planned_steps import (
     MOST_PLANNED_PASSES,
     engine_steps,
     first_position,
-    fullest_rank,
+    plan_of_fullest_rank,
     reducing_passes,
 )
 from fsdpctl.estimate.traced_model import MetaModule, PassTracer
@@ -133,7 +133,9 @@ def estimate_memory(
     model_pass = tracer.model_pass(_ForwardBackward(input_fn, loss_fn, dtype), checkpointing)
     recorder = MemoryRecorder(model_pass, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy = get_requested_strategy(sharding)
-    plan = fullest_rank(assumed.engine, _training_plan(units, sharding, world_size, assumed))
+    plan = plan_of_fullest_rank(
+        assumed.engine, _training_plan(units, sharding, world_size, assumed)
+    )
     fused = PROGRAMS[assumed.program].fused_optimizer
     steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
     device, allocator = assumed.device, assumed.allocator

@@ -104,7 +104,7 @@ def _read_sharding(target: Translation) -> None:
         target.uses_torch = True
     elif name == "NO":
         settings = ("strategy=no_shard", "launch.nproc_per_node=1")
-        target.add_row(kind, *settings, default="distributed_type")
+        target.add_row(kind, *settings, key_if_unset="distributed_type")
     else:
         assert kind is not None
         raise source.error(kind, "expected NO, FSDP, DEEPSPEED, MULTI_GPU or MULTI_CPU")
@@ -118,7 +118,7 @@ def _read_precision(target: Translation) -> None:
             if on := inner.take_on(f"{name}.enabled"):
                 value = SourceKey(on.key, name, (name,))
     if value is None:
-        target.add_row(None, "precision=fp32", default="mixed_precision")
+        target.add_row(None, "precision=fp32", key_if_unset="mixed_precision")
         return
     name = value.text.strip().lower()
     if name not in ("no", "false", "bf16", "fp16", "fp8"):

@@ -79,7 +79,7 @@ def _read_model(target: Translation) -> None:
 def _read_length(target: Translation) -> None:
     length = target.source.take("sequence_len")
     seq_len = length.text if length else 512
-    target.add_row(length, f"train.seq_len={seq_len}", default="sequence_len")
+    target.add_row(length, f"train.seq_len={seq_len}", key_if_unset="sequence_len")
     if (packing := target.source.take("sample_packing")) and packing.is_off:
         target.add_row(packing, note="each sample is estimated with sequence_len tokens")
     micro = target.source.positive("micro_batch_size")
@@ -106,7 +106,7 @@ def _read_precision(target: Translation, half_key: SourceKey | None, *, has_mast
     elif half:
         target.add_row(half, mixed, note=loaded or "same size as fp16")
     elif half_key is None or not half_key.is_off:
-        target.add_row(half_key, mixed, default="bf16", note=loaded)
+        target.add_row(half_key, mixed, key_if_unset="bf16", note=loaded)
     else:
         target.add_row(half_key, f"precision={'tf32' if tf32 else 'fp32'}")
 

@@ -198,7 +198,7 @@ def _changes(target: Translation, value: SourceKey) -> bool:
     harmless = table("harmless", "transformers")
     harmless_values = harmless.get(name, harmless.get(f"{name.partition('.')[0]}.*"))
     is_harmless = is_off if harmless_values is None else text in harmless_values.split()
-    return not is_harmless and any(fnmatchcase(name, pattern) for pattern in target.changes)
+    return not is_harmless and any(fnmatchcase(name, pattern) for pattern in target.training_keys)
 
 
 def recipe_text(recipe: ConvertedRecipe, source: str) -> str:

@@ -77,7 +77,7 @@ def read_optimizer(target: Translation, value: SourceKey | None, default: str) -
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
     shown_key, expected = value or SourceKey(default, name), "expected AdamW, SGD or Muon"
     if name in _ADAMW:
-        target.add_row(value, "optimizer=adamw", default=default)
+        target.add_row(value, "optimizer=adamw", key_if_unset=default)
         if name in _UNFUSED:
             target.emulate("(AdamW)", name, "engine.program=transformers_foreach")
         if name in _LIKE_ADAMW:
@@ -137,7 +137,7 @@ def read_recomputation(target: Translation, default: str) -> bool:
     recomputes = not value.is_off if value else (set_before or default) == "full"
     if value is not None or set_before is None:
         option = f"{names[0]}={'full' if recomputes else 'none'}"
-        target.add_row(value, option, default=names[1])
+        target.add_row(value, option, key_if_unset=names[1])
     if recomputes and value is not None and not value.is_on:  # the value is "offload"
         offload = offload or value
     if recomputes and every_n and every_n > 1:
@@ -189,7 +189,7 @@ def read_fsdp(target: Translation, *, version: str, strategy: str = "") -> None:
     # Between micro-batches, transformers calls no_sync, which only FSDP 1 has.
     target.whole_gradients, target.uses_torch = version == "1", True
     old = "" if version == "2" else "estimated as FSDP 2"
-    target.add_row(named, f"strategy={ours}", default="fsdp_config", note=old)
+    target.add_row(named, f"strategy={ours}", key_if_unset="fsdp_config", note=old)
     _read_prefetch(target, take("backward_prefetch"), take("forward_prefetch"))
     recomputes, input_offload = (
         take("activation_checkpointing"),
@@ -228,7 +228,7 @@ def read_sharding(target: Translation, default: str, note: str = "") -> str:
     elif source.launch is not None:
         return str(source.launch.content.get("distributed_type")).upper()
     else:
-        target.add_row(None, "strategy=no_shard", default=default, note=note)
+        target.add_row(None, "strategy=no_shard", key_if_unset=default, note=note)
         target.uses_torch = True
         return ""
     return "DEEPSPEED"

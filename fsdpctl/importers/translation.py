@@ -37,7 +37,7 @@ class TranslationRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceBatch:
-    """The batch sizes in the file. They do not depend on the number of ranks."""
+    """The batch sizes in the file, not yet combined with the number of ranks."""
 
     keys: tuple[str, ...]  # keys of batch sizes; the first is that of the micro-batch
     micro: int | None  # samples per rank and micro-batch; None: not in the file
@@ -66,7 +66,7 @@ class Translation:
     tool: str
     source: SourceConfig
     defaults: Mapping[str, str] = field(default_factory=dict)  # the tool's values of training keys
-    changes: tuple[str, ...] = ()  # patterns of keys that change the training
+    training_keys: tuple[str, ...] = ()  # patterns of keys that change the training
     rows: list[TranslationRow] = field(default_factory=list)  # settings of the recipe
     # Memory use of the other program: settings that only estimates have, and notes.
     program: list[TranslationRow] = field(default_factory=list)
@@ -99,13 +99,13 @@ class Translation:
         return ", ".join(sizes) or "(batch)", ", ".join(sizes.values()) or "(not set)"
 
     def add_row(
-        self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
+        self, value: SourceKey | None, *settings: str, key_if_unset: str = "", note: str = ""
     ) -> None:
-        """Add a row for `value`, or for the key `default` if the file has no value.
+        """Add a row for `value`, or for `key_if_unset` if the file has no value.
 
         Without settings, it is a note on the estimate. An invalid setting is added to `missing`.
         """
-        key_and_text = (default, "(not set)") if value is None else (value.key, value.text)
+        key_and_text = (key_if_unset, "(not set)") if value is None else (value.key, value.text)
         for name, why in _invalid(settings):
             self.missing.append((name, f"{key_and_text[0]}: {why}"))
             return
@@ -121,7 +121,8 @@ class Translation:
     ) -> None:
         """Add a row for a value of the training.
 
-        If a setting is invalid, refuse the value if it `decides` the training, else leave it out.
+        If a setting is invalid, refuse the value if it `decides` (affects) the training, else leave
+        it out.
         """
         for name, why in _invalid(settings):
             if decides:
@@ -131,7 +132,7 @@ class Translation:
             return
         is_default = value.key in self.defaults and self.value(value.key) is None
         note = note or f"the default of {self.tool}" * is_default
-        self.add_row(None if is_default else value, *settings, default=value.key, note=note)
+        self.add_row(None if is_default else value, *settings, key_if_unset=value.key, note=note)
 
     def add_same(self, names: Mapping[str, str]) -> None:
         """Add the values of keys with a counterpart; `names` maps the keys to fsdpctl's."""
@@ -140,6 +141,7 @@ class Translation:
             if value is None or setting in self.settings:
                 continue
             if not value.text or ("$" in value.text and key in self.defaults):
+                # An empty default is a required key; ${NAME} is a variable of the environment.
                 why = f"{value.text[:80]}: a variable that is not known"
                 why = why if value.text else f"required by {self.tool}"
                 self.require_for_training(setting, f"{value.key}: {why}; set {setting}")
@@ -147,7 +149,7 @@ class Translation:
                 self.add_training(value, f"{setting}={value.text}", decides=key in self.defaults)
 
     def value(self, *keys: str) -> SourceKey | None:
-        """Return the first of `keys` that is set."""
+        """Return the first of `keys` that is set; takes all of them, as SourceConfig.value."""
         return self.source.value(*keys)
 
     def effective(self, key: str) -> SourceKey:
@@ -186,7 +188,7 @@ class Translation:
             return None
 
     def classify_rest(self, unused: Iterable[str]) -> None:
-        """Classify all keys that remain; keys of the patterns `unused` do not affect memory."""
+        """Classify all keys that remain; keys that match `unused` do not affect memory."""
         unused = tuple(unused)
         for value in self.source.rest():
             last = value.key.rpartition(".")[2]

@@ -40,7 +40,7 @@ def read_trl(source: SourceConfig) -> Translation:
     precision = _precision(dtype, half_key)
     if source.take_on("tf32") and precision == "precision=fp32":
         precision = "precision=tf32"
-    target.add_row(half_key, precision, default="bf16")
+    target.add_row(half_key, precision, key_if_unset="bf16")
     recomputes = shared.read_recomputation(target, "full")
     if precision == "precision=bf16":
         _emulate_fp32_base(target, dtype, recomputes=recomputes)
@@ -60,7 +60,7 @@ def _read_loss(target: Translation) -> None:
     target.tiled_logits = not target.whole_logits
     note = "logits of parts of the vocabulary; loss_type=nll of TRL before 1.16 makes all at once"
     note = note if target.tiled_logits else ""
-    target.add_row(target.source.take("loss_type"), default="loss_type", note=note)
+    target.add_row(target.source.take("loss_type"), key_if_unset="loss_type", note=note)
 
 
 def _emulate_fp32_base(target: Translation, dtype: SourceKey, *, recomputes: bool) -> None:
@@ -81,7 +81,7 @@ def _read_length(target: Translation) -> None:
         target.missing.append(("train.seq_len", why))
     else:
         seq_len = length.text if length else 1024
-        target.add_row(length, f"train.seq_len={seq_len}", default="max_length")
+        target.add_row(length, f"train.seq_len={seq_len}", key_if_unset="max_length")
     source.take("packing")  # `_read_chats` reads it, `classify_rest` must not
 
 
@@ -93,7 +93,9 @@ def _read_adapters(target: Translation) -> None:
     if (on := source.take_on("use_peft")) is None:
         return
     target.add_row(rank or on, f"model.lora.rank={rank.text if rank else 16}")
-    target.add_row(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
+    target.add_row(
+        alpha, f"model.lora.alpha={alpha.text if alpha else 32}", key_if_unset="lora_alpha"
+    )
     _read_targets(target)
     adapters.read_modules_to_save(target)
     if scaled := source.take_on("use_rslora"):
@@ -116,7 +118,7 @@ def _read_targets(target: Translation) -> None:
         adapters.read_targets(target, targets)
     elif default:
         note = "the default of peft"
-        target.add_row(None, f"model.lora.targets={default}", default=names[0], note=note)
+        target.add_row(None, f"model.lora.targets={default}", key_if_unset=names[0], note=note)
     else:
         why = f"peft has no default for {family}; set model.lora.targets"
         target.require_for_training("model.lora.targets", f"{names[0]}: not set: {why}")

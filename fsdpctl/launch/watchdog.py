@@ -2,8 +2,8 @@
 
 It is a thread of the launcher, whose main thread waits in torch's agent. If another launcher has
 started the ranks, each rank has a watchdog thread. On each host, the first rank with a live
-watchdog thread decides, because a hung rank may hold its interpreter lock. The watchdog kills ranks
-by SIGKILL: with gloo, nothing else interrupts a rank that waits.
+watchdog thread is in charge, because a hung rank may hold its interpreter lock. It kills ranks by
+SIGKILL: with gloo, nothing else interrupts a rank that waits.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ from fsdpctl.launch.nodes import NodeExchange
 from fsdpctl.resolve.launchers import LauncherRank
 
 _POLL_SECONDS = 0.25
-# Most silence that one poll adds: the watchdog itself may have been suspended.
+# The most seconds without progress that a poll adds: the watchdog may have been suspended itself.
 _LONGEST_POLL = 1.0
 _START_FACTOR = 4  # loading, compiling and the first collectives take longer than a step
 _GRACE_SECONDS = 10.0  # time for ranks to exit after another rank has exited
-_REPORT_SECONDS = 5.0  # time for ranks to write their stacks and to answer
-_STACK_SECONDS = 0.5  # time to write stacks
-_TAKEOVER_SECONDS = 5.0  # silence after which the next rank's watchdog decides
+_REPORT_SECONDS = 5.0  # the longest wait for answers of ranks
+_STACK_SECONDS = 0.5  # ranks write their stacks in this time
+_TAKEOVER_SECONDS = 5.0  # silence after which the next watchdog is in charge
 
 Processes = dict[int, psutil.Process]  # running ranks, by local rank
 
@@ -99,23 +99,23 @@ class Watchdog:
         while not self._done.wait(_POLL_SECONDS):
             elapsed, polled = time.monotonic() - polled, time.monotonic()
             self._poll(min(elapsed, _LONGEST_POLL))
-            if self._decide() and self._check():
+            if self._is_in_charge() and self._act():
                 return
 
     def _poll(self, elapsed: float) -> None:
         STATUS_PAGE.count_watchdog_poll()  # for the watchdogs of other ranks
-        statuses, silent = self._pages.statuses(), self._watchdog_silent_seconds
+        statuses, watchdog_silent = self._pages.statuses(), self._watchdog_silent_seconds
         for local, (status, last) in enumerate(zip(statuses, self._statuses, strict=True)):
             self._silent_seconds[local] += elapsed
             if status.count != last.count or status.phase == FINISHING:
                 self._silent_seconds[local] = 0.0
-            silent[local] += elapsed
+            watchdog_silent[local] += elapsed
             if status.watchdog_polls != last.watchdog_polls:
-                silent[local] = 0.0
+                watchdog_silent[local] = 0.0
         self._statuses = statuses
 
-    def _decide(self) -> bool:
-        """Return whether this watchdog decides for its host; then it also writes the report."""
+    def _is_in_charge(self) -> bool:
+        """Return whether this watchdog is in charge of its host; then it also writes the report."""
         lower_ranks = self._watchdog_silent_seconds[: self._local_rank]
         # If states are requested already, another watchdog reports a hang.
         is_reported = any(each.is_record_requested for each in self._statuses)
@@ -124,10 +124,10 @@ class Watchdog:
             self._exchange.is_reporter = decides
         return decides
 
-    def _check(self) -> bool:
+    def _act(self) -> bool:
         """Kill the ranks if they hang, or if other ranks have failed; return whether ranks hang."""
         round_index, exchange = self._round_index, self._exchange
-        processes = _running_processes(self._running())
+        processes = _running_processes(self._known_pids())
         if exchange:
             exchange.publish_states(round_index, list(map(self._state, range(self._count))))
         if not processes:
@@ -136,8 +136,8 @@ class Watchdog:
         if not all_run:
             self.failed_at = self.failed_at or time.time()
         stalled = [each for each in processes if self._silent_seconds[each] > self._limit_of(each)]
-        # fsdpctl's launcher notices ranks that have exited; other launchers may not. Then, ranks
-        # that wait for an exited rank hang.
+        # fsdpctl's launcher notices ranks that have exited. Under another launcher, ranks that
+        # wait for an exited rank count as hung.
         waits_for_exited = not self._pids and any(self._statuses[x].is_waiting for x in stalled)
         hangs = bool(stalled) and (all_run or waits_for_exited)
         if hangs or (exchange and exchange.hangs_elsewhere(round_index)):
@@ -152,7 +152,7 @@ class Watchdog:
             _kill(processes)  # they are stopped or blocked, and the agent would wait longer
         return False
 
-    def _running(self) -> dict[int, int]:
+    def _known_pids(self) -> dict[int, int]:
         if self._pids:
             return self._pids()
         return {local: status.pid for local, status in enumerate(self._statuses) if status.pid}
@@ -169,7 +169,7 @@ class Watchdog:
         slow = self._limit * _START_FACTOR
         if status.phase in (READING, DRAWING, ""):
             return slow
-        # Collectives run: before NCCL's watchdog, which would not name the ranks that hang.
+        # Collectives run. NCCL's timeout must come later: it would not name the ranks that hang.
         return min(slow, 0.8 * self._timeout)
 
     def _persists(self, name: str, holds: bool) -> bool:
@@ -189,7 +189,7 @@ class Watchdog:
         self.failed_at = time.time()
         if self._say and (exchange is None or exchange.node_rank == reporter_node):
             self._say(self.hang)
-        # Kill only after that node has reported: killing makes ranks of other hosts fail.
+        # Kill only after the reporter's node has reported: killing makes ranks of other hosts fail.
         if self._say and exchange:
             exchange.leave(after_node=reporter_node)
         _kill(processes)
@@ -207,17 +207,17 @@ class Watchdog:
         time.sleep(_STACK_SECONDS)
         while time.monotonic() < until and None in map(self._pages.answer, requested):
             time.sleep(_POLL_SECONDS)
-        pids = sorted(self._running().items())
-        letters = {local: _process_state(pid) for local, pid in pids if local in processes}
-        return [self._state(local, letters.get(local, EXITED)) for local, _ in pids]
+        pids = sorted(self._known_pids().items())
+        process_states = {local: _process_state(pid) for local, pid in pids if local in processes}
+        return [self._state(local, process_states.get(local, EXITED)) for local, _ in pids]
 
-    def _state(self, local: int, letter: str | None = None) -> RankState:
-        """Return the state of a rank; without the kernel's `letter`, the rank was not asked."""
-        answer = CollectiveRecord() if letter is None else self._pages.answer(local)
+    def _state(self, local: int, process_state: str | None = None) -> RankState:
+        """Return the state of a rank. None: the rank was not asked, and counts as responsive."""
+        answer = CollectiveRecord() if process_state is None else self._pages.answer(local)
         record, status = answer or CollectiveRecord(), self._statuses[local]
         return RankState(
             self._first_rank + local, socket.gethostname(),
-            process_state=UNKNOWN if letter is None else letter,
+            process_state=UNKNOWN if process_state is None else process_state,
             silent_seconds=self._silent_seconds[local], step=status.step, phase=status.phase,
             is_waiting=status.is_waiting, started_collectives=record.started,
             pending=record.pending, is_responsive=answer is not None,
@@ -236,7 +236,7 @@ def watch_as_rank(
     `store` is shared by all ranks, `exchange` connects hosts, and `say` prints a line.
     """
     key = f"status-file/{rank.rank // rank.local_world_size}"
-    path = Path()  # cannot be opened as a file: then no rank has a watchdog
+    path = Path()  # if rank 0 cannot make the file, no rank can open this path
     if rank.local_rank == 0:
         with contextlib.suppress(OSError):
             path = make_status_file(rank.local_world_size)

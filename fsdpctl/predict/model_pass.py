@@ -26,8 +26,8 @@ class Work(NamedTuple):
     """The work of one operator, by its name in torch.
 
     `dims` of a matrix product are batch, rows, columns and the inner dimension. `dims` of attention
-    are batch, heads, length and head dimension; `flops` of attention exclude masked products. The
-    last dimension of `index_put` is the number of rows that are added to each row in sequence.
+    are batch, heads, length and head dimension; `flops` of attention exclude masked products. For
+    `index_put`, `dims[3]` is how many rows are added to the same row, one after another.
     """
 
     name: str
@@ -101,7 +101,7 @@ class CachedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedPass:
-    """A traced pass after the first pass, through a model with few blocks."""
+    """The trace of a pass other than the first, through a model with few blocks."""
 
     events: Mapping[PassPosition, Sequence[MemoryEvent]]
     cached: tuple[CachedTensor, ...] = ()
@@ -155,7 +155,7 @@ class RepeatedUnits:
 def num_traced(length: int, period: int) -> int:
     """Return how many of `length` repeated units are traced."""
     edges = 2 * period + 2
-    # The remainder keeps the units of the last edge at their places in a period.
+    # With the remainder, the last edge begins at the same place in a period as in the model.
     return min(length, edges + 2 * period + (length - edges) % period)
 
 
@@ -189,7 +189,7 @@ class ModelPass:
     ) -> None:
         self.units = tuple(units)
         self._traced_pass = traced
-        # By unit of the whole model, and by traced unit.
+        # Two maps of the units of the whole model, and two of the traced units.
         self._repeated = {name: each for each in repetitions for name in each.units}
         self._index = {name: index for each in repetitions for index, name in enumerate(each.units)}
         self._traced_index = {name: i for each in repetitions for i, name in enumerate(each.traced)}
@@ -247,7 +247,10 @@ class ModelPass:
         return tuple(n for i, n in enumerate(repeated.units) if repeated.representative(i) == index)
 
     def _referred_units(self, traced: str, unit: str) -> tuple[str, ...]:
-        """Return the units that an event of `unit` means by the traced unit `traced`."""
+        """Map a traced unit, named in an event of `unit`, to units of the whole model.
+
+        A neighbor of `unit` is the unit at the same distance. From elsewhere, such as the loss, the
+        traced unit stands for all units that it represents."""
         repeated = self._traced_repeated.get(traced)
         if repeated is None or self._repeated.get(unit) is not repeated:
             return self._all_represented(traced)

@@ -14,7 +14,7 @@ from fsdpctl.predict.model_pass import PassPart, Work
 GATHERS, REDUCTIONS, REPLICA_SUMS = "gathers", "reductions", "sums over replicas"
 
 
-Keys = tuple[int, ...]  # keys of transfers
+TransferKeys = tuple[int, ...]  # keys that `start_collective` and `start_host` returned
 
 
 class Category(StrEnum):
@@ -100,7 +100,7 @@ class StepRecorder:
         label: str,
         *,
         queue: str,
-        after: Keys = (),
+        after: TransferKeys = (),
     ) -> int:
         """Start a collective over a buffer of `nbytes` and return the key to wait for.
 
@@ -109,8 +109,10 @@ class StepRecorder:
         """
         return 0
 
-    def start_host(self, queue: HostQueue, nbytes: float, label: str, *, after: Keys = ()) -> int:
-        """Start a copy or a step of the host that moves `nbytes`; return the key to wait for.
+    def start_host(
+        self, queue: HostQueue, nbytes: float, label: str, *, after: TransferKeys = ()
+    ) -> int:
+        """Start a copy of `nbytes`, or an update of them on the host; return the key to wait for.
 
         It starts after earlier work of its queue, and after the transfers with the keys `after`.
         """
@@ -119,16 +121,16 @@ class StepRecorder:
     def wait(self, key: int | None, phase: str | None = None) -> None:
         """Let the compute stream wait for a transfer, if there is a key.
 
-        `phase` includes the wait; None: the wait is exposed communication.
+        The wait counts as time of `phase`; None: as exposed communication.
         """
 
     def gradient_norm(self, nbytes: float) -> None:
         """Compute the norm of gradients of `nbytes`, and reduce it over all ranks."""
 
-    def optimizer_step(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
+    def optimizer_step(self, numel: float, itemsize: int, moments: int, traffic: float = 0) -> None:
         """Compute the gradient norm, and update `numel` elements with `moments` per element.
 
-        A step in tiles moves `stored` bytes of gradients, weights and states; 0: no tiles.
+        An AdamW step in tiles reads and writes `traffic` bytes; 0: no tiles (optim/tiles.py).
         """
 
     def optimizer_operators(self, works: Sequence[Work], label: str) -> None:

@@ -15,7 +15,7 @@ from fsdpctl.predict.hardware import (
 )
 from fsdpctl.predict.model_pass import ModelPass, PassPart, PassPosition, Work, WorkKind
 from fsdpctl.predict.simulator import Compute, Start, Task, Transfer, Wait
-from fsdpctl.predict.step_recorder import GATHERS, Keys, RankGroup, StepRecorder
+from fsdpctl.predict.step_recorder import GATHERS, RankGroup, StepRecorder, TransferKeys
 
 _EXCHANGES = "all-to-alls of attention"  # a queue
 STATISTICS_BYTES = 64  # statistics of a step that all ranks reduce after backward
@@ -96,12 +96,14 @@ class TaskRecorder(StepRecorder):
         label: str,
         *,
         queue: str,
-        after: Keys = (),
+        after: TransferKeys = (),
     ) -> int:
         transfer = self._machine.network.transfer(kind, nbytes, self._machine.groups[group])
         return self._start(queue, transfer, label, after)
 
-    def start_host(self, queue: HostQueue, nbytes: float, label: str, *, after: Keys = ()) -> int:
+    def start_host(
+        self, queue: HostQueue, nbytes: float, label: str, *, after: TransferKeys = ()
+    ) -> int:
         return self._start(queue, self._machine.host.transfer(queue, nbytes), label, after)
 
     def wait(self, key: int | None, phase: str | None = None) -> None:
@@ -115,12 +117,12 @@ class TaskRecorder(StepRecorder):
             label = "statistics"
             self.wait(self.start_collective(kind, STATISTICS_BYTES, world, label, queue=GATHERS))
 
-    def optimizer_step(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
+    def optimizer_step(self, numel: float, itemsize: int, moments: int, traffic: float = 0) -> None:
         self.gradient_norm(numel * itemsize)
         device = self._machine.device
         seconds = device.optimizer_seconds(numel * itemsize, moments)
-        if stored:
-            seconds = device.tiles_seconds(numel, stored)
+        if traffic:
+            seconds = device.tiles_seconds(numel, traffic)
         self._spend(seconds, "optimizer", "optimizer")
 
     def optimizer_operators(self, works: Sequence[Work], label: str) -> None:
@@ -131,7 +133,7 @@ class TaskRecorder(StepRecorder):
     def end_step(self) -> None:
         self._spend(self._machine.device.step_overhead, "between steps")
 
-    def _start(self, queue: str, transfer: Transfer, label: str, after: Keys) -> int:
+    def _start(self, queue: str, transfer: Transfer, label: str, after: TransferKeys) -> int:
         self._last_key += 1
         self._tasks.append(Start(self._last_key, queue, transfer, label, after))
         return self._last_key

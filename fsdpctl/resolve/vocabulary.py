@@ -29,15 +29,15 @@ def with_vocabulary(config: ConfigT) -> ConfigT:
     UsageError if the new tokens can't be added to the tokenizer.
     """
     path = config.model.path
-    is_here = path is not None and Path(path).exists()
+    is_local = path is not None and Path(path).exists()
     if config.model.lora.path is not None and config.model.is_pretrained:
         config = _as_in_peft(config, config.model.lora.path)
     if not config.data.new_token_texts or config.model.vocab_size is None:
         return config
     data, size = config.data, config.model.vocab_size
-    if data.tokenizer is None and is_here:
+    if data.tokenizer is None and is_local:
         data = replace(data, tokenizer=find_tokenizer(Path(str(path))))
-    if data.tokenizer is None and path is not None and not is_here:  # a known name, not fetched
+    if data.tokenizer is None and path is not None and not is_local:  # the tokenizer is not here
         return config.changed({"model.vocab_size": _padded(size + len(data.new_token_texts))})
     tokenizer = open_run_tokenizer(data)
     assert isinstance(tokenizer, FileTokenizer)
@@ -49,7 +49,7 @@ def with_vocabulary(config: ConfigT) -> ConfigT:
 
 
 def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
-    """Return lines about rows of embeddings for new tokens, and about ones that aren't trained."""
+    """Return lines about embedding rows of new tokens, and about parameters with frozen rows."""
     if (first := config.model.first_new_token) is None:
         return ()
     shapes, _ = vocabulary_shapes(module)
@@ -70,17 +70,21 @@ def _as_in_peft(config: ConfigT, path: str) -> ConfigT:
     """Return a configuration with the embeddings, tying and tokenizer of a PEFT directory."""
     model = config.model
     module = build_base_model(model)
-    shapes, names = vocabulary_shapes(module)
-    saved_rows = stored_rows(Path(path), names)
+    shapes, all_names = vocabulary_shapes(module)
+    saved_rows = stored_rows(Path(path), all_names)
     also = fully_trained_modules(module, model.lora.also)
-    is_saved = any(name.rpartition(".")[0] in also for name in names)
-    is_tied = len(names) > len(shapes) and bool(config_value(model, TIE_KEY))
-    if is_saved and is_tied and not (saves_tied_weights(path) and len(saved_rows) == len(names)):
+    is_trained = any(name.rpartition(".")[0] in also for name in all_names)
+    # Tied parameters have several names and one shape. PEFT unties them if it trains one of them,
+    # unless it keeps them tied and the directory has both.
+    is_tied = len(all_names) > len(shapes) and bool(config_value(model, TIE_KEY))
+    if (
+        is_trained
+        and is_tied
+        and not (saves_tied_weights(path) and len(saved_rows) == len(all_names))
+    ):
         config = replace(config, model=_untied(model))
-    base_tokenizer, num_rows = (
-        find_tokenizer(Path(str(model.path))),
-        max(saved_rows.values(), default=0),
-    )
+    base_tokenizer = find_tokenizer(Path(str(model.path)))
+    num_rows = max(saved_rows.values(), default=0)
     if config.data.tokenizer in (None, base_tokenizer) and _has_new_tokens(path, base_tokenizer):
         config = config.changed({"data.tokenizer": path})
     if num_rows <= (model.vocab_size or 0):

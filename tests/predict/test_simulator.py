@@ -3,7 +3,7 @@
 import pytest
 
 from fsdpctl.predict.simulator import Compute, SimulatedStep, Start, Task, Transfer, Wait
-from fsdpctl.predict.step_recorder import Keys
+from fsdpctl.predict.step_recorder import TransferKeys
 from tests.predict.timeline import COMPUTE, Timeline, spans
 
 
@@ -11,7 +11,9 @@ def simulated(*tasks: Task) -> SimulatedStep:
     return Timeline().run(tasks)
 
 
-def start(key: int, seconds: float, *, queue: str = "a", after: Keys = (), **options) -> Start:
+def start(
+    key: int, seconds: float, *, queue: str = "a", after: TransferKeys = (), **options
+) -> Start:
     link, latency = options.pop("link", "wire"), options.pop("latency", 0.0)
     transfer = Transfer(link, latency, seconds, **options)
     return Start(key, queue, transfer, f"transfer {key}", after)

@@ -20,7 +20,7 @@ from docs.examples.regression import Measurements, Model, squared_error
 from fsdpctl.config.schema import Resolved
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.estimate import user_module
-from fsdpctl.estimate.planned_steps import engine_steps, fullest_rank, plan_training
+from fsdpctl.estimate.planned_steps import engine_steps, plan_of_fullest_rank, plan_training
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.precision import SPLIT
@@ -274,7 +274,9 @@ def test_the_estimate_of_a_module_replays_what_its_script_begins(case):
         )
     (_, _, units, replayed, _), _ = steps.call_args
     assert units == module_units(make(), None)
-    assert replayed == fullest_rank(config.engine.name, plan_training(config, units, passes))
+    assert replayed == plan_of_fullest_rank(
+        config.engine.name, plan_training(config, units, passes)
+    )
     on_host = "offload" in sharding
     states = estimate.host_states if on_host else estimate.breakdown["optimizer_states"]
     assert states >= replayed.states_bytes > 0
