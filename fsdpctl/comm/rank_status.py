@@ -1,8 +1,8 @@
 """The status of each rank of a host, in a file that the launcher and all ranks of the host map.
 
 The training thread writes its status at every unit, so the count of updates stops when that thread
-hangs. A helper thread would keep running. An update makes no system call: a store into a mapped
-page takes a microsecond and needs no disk space.
+hangs. A helper thread would keep counting, and hide the hang. An update makes no system call: a
+store into a mapped page takes a microsecond and needs no disk space.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ FINISHING = "finishing"  # uploading, or ending a script
 
 
 class _Page(ctypes.Structure):
-    """The status of a rank. The training thread does not write the fields after `pid`."""
+    """The status of a rank. Watchdogs and `answer_request` write the fields after `pid`."""
 
     # `steps` is the step in progress + 1, or 0 before the first step.
     _fields_ = (
-        ("count", ctypes.c_int64), ("steps", ctypes.c_int64), ("waits", ctypes.c_int64),
+        ("count", ctypes.c_int64), ("steps", ctypes.c_int64), ("is_waiting", ctypes.c_int64),
         ("phase", ctypes.c_char * _PHASE_BYTES),
-        ("pid", ctypes.c_int64), ("heartbeats", ctypes.c_int64),
+        ("pid", ctypes.c_int64), ("watchdog_polls", ctypes.c_int64),
         ("is_record_requested", ctypes.c_int64), ("is_answered", ctypes.c_int64),
         ("answer", ctypes.c_char * _ANSWER_BYTES),
     )  # fmt: skip
@@ -74,11 +74,11 @@ class RankStatusPage:
         self._page.count += 1
 
     def mark_waiting(self, *, begins: bool) -> None:
-        self._page.waits = begins
+        self._page.is_waiting = begins
         self._page.count += 1
 
     def count_watchdog_poll(self) -> None:
-        self._page.heartbeats += 1
+        self._page.watchdog_polls += 1
 
     def answer_request(self) -> bool:
         """Write this rank's collectives if a watchdog has requested them; return whether it has."""
@@ -108,8 +108,8 @@ class HostPages:
         """
         return [
             RankStatus(
-                each.count, each.steps - 1 if each.steps else None, bool(each.waits),
-                each.phase.decode(errors="replace"), each.pid, each.heartbeats,
+                each.count, each.steps - 1 if each.steps else None, bool(each.is_waiting),
+                each.phase.decode(errors="replace"), each.pid, each.watchdog_polls,
                 bool(each.is_record_requested),
             )
             for each in self._pages

@@ -41,7 +41,7 @@ _NAMES = {
     "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
 }  # fmt: skip
 _REQUIRED = ("context_length", "block_count", "embedding_length", "attention.head_count")
-# Prefixes of keys whose values may exceed all shapes of tensors.
+# Prefixes of keys whose values are not dimensions of tensors, and may be larger than any.
 _NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_", "final_")
 # Keys that get no note: other code reads them, or they change nothing.
 _NO_NOTE = (
@@ -49,7 +49,8 @@ _NO_NOTE = (
     "use_parallel_residual", "attention.key_length",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
-# Numbers of blocks of the 27B models, which scale attention by hidden_size / num_heads.
+# Architectures with query_pre_attn_scalar: the number of blocks of the 27B model, which scales
+# attention by (hidden_size / num_heads)**-0.5.
 _GEMMA_DEPTHS = {"gemma2": 46, "gemma3": 62}
 _ROPE_KEYS = {
     "rope.scaling.factor": "factor",
@@ -71,7 +72,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _config(path: Path, mtime_ns: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the content of config.json, and notes on ignored values."""
+    """Return the content of config.json, and notes on what is ignored or missing."""
     header = read_header(path)
     arch = header.architecture
     if arch not in _MODEL_TYPES:
@@ -119,19 +120,20 @@ def _problem(header: GgufHeader) -> str:
 
 def _head_dim(header: GgufHeader) -> int:
     head_dim: int = header.get("embedding_length", 1) // header.get("attention.head_count", 1)
-    if header.architecture == "llama":
+    if header.architecture == "llama":  # it rotates all dimensions of a head
         head_dim = header.get("rope.dimension_count", head_dim)
     return int(header.get("attention.key_length", head_dim))
 
 
 def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the content of config.json from other metadata, and notes on ignored values."""
+    """Return the content of config.json from all metadata but GGUF_CONFIG_JSON, and notes."""
     from transformers import AutoConfig
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     arch, tensors, head_dim = header.architecture, header.tensors, _head_dim(header)
     hf_config = AutoConfig.for_model(_MODEL_TYPES[arch])
     names = {*hf_config.to_dict(), *hf_config.attribute_map, "rope_theta"}
+    # Names that these configuration classes read, but have no default for.
     names |= {"gemma3": {"rope_local_base_freq"}, "qwen3moe": {"head_dim"}}.get(arch, set())
     prefix = f"{arch}."
     unread_keys = {
@@ -163,7 +165,7 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     if vocab_type == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
         notes.append(f"transformers would split text as gpt-2, not as {pre}; set data.tokenizer")
     if unread := sorted(key for key, value in unread_keys.items() if value and key not in _NO_NOTE):
-        notes.append(f"{', '.join(unread)}: not read, as in transformers")
+        notes.append(f"{', '.join(unread)}: ignored, as by transformers")
     return config, tuple(notes)
 
 
@@ -176,11 +178,11 @@ def _add_rope(config: dict[str, Any], unread: dict[str, Any], header: GgufHeader
         return []
     if rope_type == "none" and not header.tensors.keys() & set(ROPE_FACTORS):
         return []
-    return ["RoPE scaling: not read, as in transformers; set model.overrides.rope_scaling"]
+    return ["RoPE scaling: ignored, as by transformers; set model.overrides.rope_scaling"]
 
 
 def _add_attention_scale(config: dict[str, Any], header: GgufHeader) -> list[str]:
-    """Add the scale of attention to `config`, and return notes."""
+    """Add the scale of attention to `config`; return a note if it or the window is missing."""
     arch, key = header.architecture, "query_pre_attn_scalar"
     if arch == "starcoder2" and header.get("attention.sliding_window") is None:
         return ["the file has no attention window; set model.overrides.sliding_window"]
@@ -195,7 +197,7 @@ def _add_attention_scale(config: dict[str, Any], header: GgufHeader) -> list[str
 
 
 def notes_on_gguf(path: str | None) -> tuple[str, ...]:
-    """Return a line for each value of a GGUF file that is ignored; () for other models."""
+    """Return lines on what a GGUF file lacks or fsdpctl ignores; () for other models."""
     if path is None or not is_gguf(Path(path)):
         return ()
     file = Path(path)

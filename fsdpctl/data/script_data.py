@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     Returned = tuple[Tensor, int | Tensor]
     Loss = Callable[[Any, Any], Returned | tuple[*Returned, Mapping[str, float | Tensor]]]
 
+# A placeholder for every sample: training reads `script_batch` instead.
 _SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 

@@ -161,9 +161,7 @@ class _SavedModuleBuffers:
             buffers[key] = buffer
 
 
-def _with_recompute_context(
-    outer: Callable[[], Any], contexts: Callable[[], Any]
-) -> tuple[Any, Any]:
+def _with_recomputation(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the contexts of a forward, and of its recomputation within the context `outer()`."""
     forward, recomputation = contexts()
     return forward, _NestedContexts(outer(), recomputation)
@@ -202,7 +200,7 @@ def _make_offloaded(contexts: Callable[[], Any]) -> Callable[..., Any]:
             kwargs = {key: offloaded if x is block_input else x for key, x in kwargs.items()}
             options: Any = {"use_reentrant": False, "preserve_rng_state": bool(block._is_random)}
             run = partial(checkpoint, _forward_with_offloaded, **options)
-            context_fn = partial(_with_recompute_context, lambda: offloaded, contexts)
+            context_fn = partial(_with_recomputation, lambda: offloaded, contexts)
             # Checkpointing saves the random state of the devices of its tensor arguments, but
             # `offloaded` is not a tensor.
             device_probe = torch.empty(0, device=block_input.device)
@@ -246,7 +244,7 @@ def checkpoint_block(
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     contexts = _CONTEXTS[mode][_has_experts(block)]
     if restores_buffers and any(each._buffers for each in block.modules()):
-        contexts = partial(_with_recompute_context, partial(_SavedModuleBuffers, block), contexts)
+        contexts = partial(_with_recomputation, partial(_SavedModuleBuffers, block), contexts)
         vars(block)["_compiles_plain_forward"] = True
     if offload is not None:
         vars(block).update(_offload_input=offload, _compiles_plain_forward=True)

@@ -234,7 +234,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
         param.grad = None  # gradients from before sharding would be added to the next ones
     reducer = GradientReducer(units, mesh, plan)
     if outbox := mesh.shard.reserve_outbox(plan.reductions.most_in_flight_bytes):
-        reducer.accounting.allocate(BufferKind.OUTBOX, plan.order.root, 0, outbox)
+        reducer.accounting.allocate(BufferKind.OUTBOX, plan.order.root, index=0, nbytes=outbox)
     runtime = Runtime(units, plan, mesh, reducer)
     runtime.host_params = host_params
     if host is not None:

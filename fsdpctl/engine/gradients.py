@@ -247,7 +247,7 @@ class GradientReducer:
         share = partial_sum.narrow(0, replicas.rank * numel, numel)
 
         def finish() -> Tensor:
-            collective.finish(share, 1.0, share.dtype)
+            collective.finish(share, scale=1.0, dtype=share.dtype)
             self.accounting.deallocate(BufferKind.REPLICA_WORKSPACE, *reduction.key)
             return share
 

@@ -95,8 +95,9 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
     def after(outputs: Any) -> None:
+        # None, also in `hook_unit`: the tracker records no calls of a recomputation in backward.
         forward = None if in_backward() else runtime.tracker.last_forward
-        for output in _new_tensors(outputs, _Inputs()):
+        for output in _new_tensors(outputs, inputs=_Inputs()):  # passed-through tensors, too
             output.register_hook(lambda gradient: runtime.begin_backward(forward))
         runtime.end_forward()
 
@@ -118,8 +119,9 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
         if tensors:
             call = None if in_backward() else runtime.tracker.add_call(unit.name)
             for output in tensors:
+                # The probe shows whether a backward visits this output. The forward has only a weak
+                # reference to the probe; the hook keeps the probe alive.
                 probe = None if call is None else call.forward.probe(output)
-                # The hook keeps the probe alive.
                 output.register_hook(lambda _, probe=probe: runtime.begin_unit_backward(unit, call))
         runtime.end_unit(unit)
 
@@ -164,7 +166,7 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
         runtime.hooks.append(each.register_state_dict_pre_hook(_check_state))
     for buffer in runtime.buffers:
         setattr(buffer.shard.param, _RUNTIME_REF, runtime_ref)
-        for param in buffer.params:
+        for param in buffer.params:  # reading `param.grad` raises if the buffer has gradients
             mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)), buffer.placeholder)
 
 
@@ -179,7 +181,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def _check_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(map(has_placeholder, module.parameters(recurse=False))):
-        hint = "call model.state_dict(), or call it within model.full_parameters()"
+        hint = "call model.state_dict(), or module.state_dict() within model.full_parameters()"
         raise EngineError(f"the module's own state_dict() has no weights between steps; {hint}")
 
 
@@ -188,8 +190,9 @@ def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
 
     A unit is gathered when its module is called. If only `.forward` or submodules of a unit are
     called, they would compute with NaN. Later forwards make the same calls and are not checked.
-    Modules within a compiled function are not checked: Dynamo guards on their hooks, so it would
-    compile each block separately, and run all blocks eagerly once the hooks are removed.
+    Modules within a compiled function are not checked. Dynamo guards on their hooks, so it would
+    compile each block separately. Once the hooks are removed, all guards would fail: many blocks
+    exceed Dynamo's limit of recompilations, and would run eagerly.
     """
     handles = [
         each.register_forward_pre_hook(partial(_check_gathered, name))
@@ -240,7 +243,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if name not in _MATRIX_OPTIMIZERS + _ALL_PARAM_OPTIMIZERS:
         return
     runtimes = _runtimes_of(optimizer)
-    # Flat parameters have no matrices; those of a shard lack elements of the model too.
+    # Flat parameters have no matrices. If they are sharded, each rank also lacks elements.
     is_wrong = name in _MATRIX_OPTIMIZERS or any(x.strategy.shards_optimizer for x in runtimes)
     if runtimes and is_wrong:
         raise EngineError(

@@ -100,7 +100,7 @@ class _Step:
     buffer: FlatBuffer
     on_device: list[Tensor]  # the gradient, if any; ParamSync clears the list after the step
     offloaded: OffloadedGradient | None  # the gradient in host memory
-    task: HostTask | None  # the task of the unit, if this is its last buffer
+    task: HostTask | None = None  # the task of the unit, if this is its last buffer
 
     def target(self) -> Tensor:
         """Return the stored parameters that the step replaces."""
@@ -134,7 +134,7 @@ class HostStates:
             slab = worker.allocate(memory.masters[name], torch_dtype(grad_dtype), pinned=True)
             self._gradient_slabs[torch_dtype(name)] = slab
         self._gradient_ring = PinnedRing(worker, memory.gradient_buffers)
-        self._cast = PinnedRing(worker, memory.cast_buffers)
+        self._cast_ring = PinnedRing(worker, memory.cast_buffers)
         self._scalars = worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
         self._tasks: list[HostTask] = []
 
@@ -142,7 +142,7 @@ class HostStates:
     def nbytes(self) -> int:
         """The bytes of master weights, gradients and buffers, without the optimizer's moments."""
         tensors = [*self._slabs.values(), *self._gradient_slabs.values(), self._scalars]
-        rings = self._gradient_ring.nbytes + self._cast.nbytes
+        rings = self._gradient_ring.nbytes + self._cast_ring.nbytes
         return sum(each.nbytes for each in tensors) + self._remainder_nbytes + rings
 
     def take_master(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -180,7 +180,7 @@ class HostStates:
         started: dict[str, UnitStep] = {}
         steps: list[_Step] = []
         for unit in units:
-            unit_steps = [_Step(each, *_take_gradient(each), None) for each in unit.trained_buffers]
+            unit_steps = [_Step(each, *_take_gradient(each)) for each in unit.trained_buffers]
             if unit_steps:
                 unit_steps[-1].task = task = HostTask()
                 started[unit.name] = UnitStep(task, [each.on_device for each in unit_steps])
@@ -254,11 +254,11 @@ class HostStates:
     ) -> CudaEvent:
         shard, target, stays_on_host = step.buffer.shard, step.target(), step.buffer.is_on_host
         master = shard.param.detach()
-        index, cast = -1, master
+        index, cast = -1, master  # -1: no buffer of the ring is used
         if target.dtype != master.dtype and stays_on_host:
             cast = target
         elif target.dtype != master.dtype:
-            index, cast = self._cast.take(master.numel(), target.dtype)
+            index, cast = self._cast_ring.take(master.numel(), target.dtype)
         num_stepped = 0
 
         def on_stepped(span: Span) -> None:
@@ -276,7 +276,7 @@ class HostStates:
         # gradient has arrived, which the stream produces after waiting for this copy.
         ready = self._copier.copy_to_device(target, cast, after)
         if index >= 0:
-            self._cast.in_use_until[index] = ready
+            self._cast_ring.in_use_until[index] = ready
         return ready
 
 

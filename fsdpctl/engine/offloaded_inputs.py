@@ -12,13 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fsdpctl.engine.host_worker import (
-    Copier,
-    CudaEvent,
-    HostWorker,
-    pinned_allocations,
-    wait_event,
-)
+from fsdpctl.engine.host_worker import Copier, CudaEvent, HostWorker, pinned_allocations, wait_event
 from fsdpctl.errors import ModuleError
 
 

@@ -165,8 +165,8 @@ class Runtime:
         self.fingerprint = 0  # hash of the units gathered since the last comparison, in order
         self._numbers = {name: number for number, name in enumerate(self.units, start=1)}
         for memory in dict.fromkeys(unit.unshard_buffer for unit in units):
-            if memory.allocated_nbytes:
-                self.accounting.allocate(BufferKind.PARAMS, memory.name, 0, memory.allocated_nbytes)
+            if nbytes := memory.allocated_nbytes:
+                self.accounting.allocate(BufferKind.PARAMS, memory.name, index=0, nbytes=nbytes)
 
     @property
     def has_all_gradients(self) -> bool:
@@ -186,8 +186,9 @@ class Runtime:
                 case EventKind.FREE:
                     unit.free()
                     self.accounting.record(event.kind, unit.name)
-                    if not unit.unshard_buffer.is_permanent:
-                        self.accounting.deallocate(BufferKind.PARAMS, unit.unshard_buffer.name, 0)
+                    memory = unit.unshard_buffer
+                    if not memory.is_permanent:
+                        self.accounting.deallocate(BufferKind.PARAMS, memory.name, index=0)
                 case EventKind.FORWARD | EventKind.LEAVE | EventKind.BACKWARD:
                     if event.kind is EventKind.FORWARD and unit is not self.root:
                         self.param_sync.begin_unit(unit.name)
@@ -199,7 +200,7 @@ class Runtime:
         self.param_sync.wait(unit.name)
         memory = unit.unshard_buffer
         if not memory.is_permanent:
-            self.accounting.allocate(BufferKind.PARAMS, memory.name, 0, memory.nbytes)
+            self.accounting.allocate(BufferKind.PARAMS, memory.name, index=0, nbytes=memory.nbytes)
         with self.accounting.ranges.annotate("gather", unit.name):
             unit.start_gather(self.mesh.shard, self.host_params)
         extended = self.fingerprint * 1_000_003 + self._numbers[unit.name]

@@ -142,7 +142,7 @@ def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
     """Return the units of a module; UsageError if `sharding` has something other than classes."""
     units = sharding.units
     if units == "auto":
-        return module_units(module, None)
+        return module_units(module, classes=None)
     classes = [*units] if isinstance(units, Collection) else []
     if not classes or not all(isinstance(each, type) for each in classes):
         raise UsageError(f'units: expected "auto" or a list of module classes, got {units!r:.60}')

@@ -53,10 +53,10 @@ class LargestFit:
         }  # fmt: skip
 
 
-def _with_value(plan: RunPlan, size: str, value: int) -> Filled:
-    """Return the settings of `plan` with another size, and the global batch that follows."""
-    values = {FIT_KEYS[size]: value}
-    if size == "micro_batch":
+def _with_value(plan: RunPlan, dimension: str, value: int) -> Filled:
+    """Return the settings of `plan` with another value, and the global batch that follows."""
+    values = {FIT_KEYS[dimension]: value}
+    if dimension == "micro_batch":
         passes = plan.batches.num_micro_batches
         samples = value * passes * plan.config.data_parallel_size
         values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
@@ -64,30 +64,31 @@ def _with_value(plan: RunPlan, size: str, value: int) -> Filled:
 
 
 def largest_that_fits(
-    estimator: Estimator, plan: RunPlan, size: str, names: Collection[str] = ()
+    estimator: Estimator, plan: RunPlan, dimension: str, names: Collection[str] = ()
 ) -> LargestFit:
     """Find the largest micro-batch, sequence length or number of blocks with which a run fits.
 
-    `size` is a key of FIT_KEYS. The settings in `names` are selected if their defaults do not fit.
+    `dimension` is a key of FIT_KEYS. Settings in `names` are selected if their defaults do not fit.
     """
-    key, config = FIT_KEYS[size], plan.config
-    most, first = _MAX_VALUES.get(size, config.model.max_seq_len), config.value(key)
+    key, config = FIT_KEYS[dimension], plan.config
+    most, first = _MAX_VALUES.get(dimension, config.model.max_seq_len), config.value(key)
     names = tuple(each for each in names if each != key)
 
     def largest(limit: int, multiple: int) -> LargestFit:
         estimates: dict[int, RunEstimate] = {}
 
         def fits(count: int) -> bool:
-            requested = _with_value(plan, size, count * multiple)
+            requested = _with_value(plan, dimension, count * multiple)
             estimates[count] = fitting_or_closest(estimator, requested, names)
             return estimates[count].leaves_reserve
 
         limit //= multiple
-        count = largest_true(fits, 0, limit, min(max(first // multiple, 1), limit))
+        begin = min(max(first // multiple, 1), limit)
+        count = largest_true(fits, low=0, high=limit, first=begin)
         estimate, next_estimate = estimates.get(count), estimates.get(count + 1)
         return LargestFit(key, count * multiple, multiple, estimate, next_estimate, names)
 
-    if size == "seq_len" and most >= _LENGTH_MULTIPLE:
+    if dimension == "seq_len" and most >= _LENGTH_MULTIPLE:
         length = largest(most, _LENGTH_MULTIPLE)
         if length.value:
             return length

@@ -116,6 +116,7 @@ def _sharded_over_replicas(plan: RunPlan) -> list[KeyValues]:
 def _full_shard(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     strategy = get_strategy(config.strategy.name)
+    # `full_shard` cuts matrices, which Muon updates as a whole.
     if strategy.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
         return []
     size = {} if plan.requested.strategy.dp_shard_size is None else {"strategy.dp_shard_size": None}
@@ -153,7 +154,7 @@ def _chunked_mlp(plan: RunPlan) -> list[KeyValues]:
     train = plan.config.train
     is_long = train.seq_len >= LONG_SAMPLE * train.context_parallel
     is_whole = plan.requested.train.mlp_chunk_tokens == 0
-    return _value_if(is_long and is_whole, "train.mlp_chunk_tokens", None)
+    return _value_if(is_long and is_whole, "train.mlp_chunk_tokens", value=None)
 
 
 def _recompute_all(mode: str, plan: RunPlan) -> list[KeyValues]:
@@ -180,6 +181,7 @@ def _param_offload(plan: RunPlan) -> list[KeyValues]:
     on_host = config.strategy.offloaded
     if Offload.PARAMS in on_host or not get_strategy(config.strategy.name).can_offload_params:
         return []
+    # Without the states, `params` is only valid with frozen parameters.
     applies = Offload.STATES in on_host or config.model.lora.rank is not None
     return _value_if(applies, "strategy.offload", str(on_host | Offload.PARAMS))
 
@@ -246,7 +248,7 @@ CONTEXT_PARALLEL = MemorySaving(
 )
 ACTIVATION_OFFLOAD = MemorySaving(
     "inputs of recomputed blocks are on the host",
-    lambda p: _unless_set(p.config, "activation_checkpointing.offload", True),
+    lambda p: _unless_set(p.config, "activation_checkpointing.offload", value=True),
 )
 CHUNKED_MLP = MemorySaving("feed-forward layers run once more", _chunked_mlp)
 INT8_STATES = MemorySaving("", _int8_states, "moments are rounded to 8 bits")

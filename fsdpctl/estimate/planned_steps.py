@@ -43,7 +43,7 @@ def first_position(
         transport = Transport.NCCL
     elif shares_memory:
         transport = Transport.SHARED
-    return MeshPosition(0, size, num_ranks // size, transport)
+    return MeshPosition(0, size, num_replicas=num_ranks // size, transport=transport)
 
 
 def plan_training(config: Resolved, units: tuple[UnitSpec, ...], num_passes: int) -> TrainingPlan:

@@ -111,7 +111,9 @@ class _AllocationTracer(TorchDispatchMode):
         work = self.work.setdefault(self.position, [])
         num_works = len(work)
         with self:
-            dequantize_parts(target.chunk(count)[0], rows.chunk(count)[0], blocks, 1, fmt)
+            dequantize_parts(
+                target.chunk(count)[0], rows.chunk(count)[0], blocks, parts=1, quant=fmt
+            )
         part_work = [each._replace(name=UNPACKING + fmt) for each in work[num_works:]]
         work[num_works:] = count * part_work
 

@@ -219,7 +219,7 @@ def _build_cached(config: ModelConfig, chunk_tokens: int, emulated: EmulatedProg
     """Return a cached model, which callers must not change."""
     module = _build(config, chunk_tokens, emulated)
     return BuiltModel(
-        module=MetaModule(module, module_units(module, None)),
+        module=MetaModule(module, module_units(module, classes=None)),
         num_params=sum(count_weights(module).values()),
         num_active=count_active_parameters(module),
         num_trained=sum(each.numel() for each in module.parameters() if each.requires_grad),

@@ -73,7 +73,7 @@ class Watchdog:
         self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
         self._first_rank = (exchange.group_rank if exchange else 0) * self._count
         self._limit, self._timeout = launch.used_hang_timeout, launch.timeout
-        self._statuses = [RankStatus(0, None, is_waiting=False, phase="")] * self._count
+        self._statuses = [RankStatus(count=0, step=None, is_waiting=False, phase="")] * self._count
         self._silent_seconds = [0.0] * self._count  # seconds without progress, by rank
         # The same of the watchdog thread in each rank.
         self._watchdog_silent_seconds = [0.0] * self._count

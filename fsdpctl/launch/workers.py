@@ -79,7 +79,7 @@ def launch_workers(
         with requests, watchdog:
             outcome = _run(agent, requests, watchdog)
     if launcher is None:
-        return RoundOutcome.combine({0: outcome}, 0)
+        return RoundOutcome.combine({0: outcome}, node=0)
     return launcher.exchange_outcomes(round_index, outcome)
 
 
@@ -88,7 +88,7 @@ def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog
     try:
         process_failures = agent.run().failures
     except _StoppedEarlyError:
-        return NodeOutcome((), requests.first, stopped_early=True)
+        return NodeOutcome(stop_signal=requests.first, stopped_early=True)
     except Exception as error:  # an error of the agent, which has killed the workers
         raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
     oom_killed = count_oom_kills() > kills

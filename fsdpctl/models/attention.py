@@ -67,7 +67,7 @@ def attention_mask(
         documents = None  # padding follows the document, so a causal mask suffices
     batch, length = x.shape[0], x.shape[1] * (1 if context is None else context.size)
     mask = _row_mask(x, (batch, length, head_dim), window, documents, options)
-    return mask if context is None else replace(mask or AttentionMask(None), context=context)
+    return mask if context is None else replace(mask or AttentionMask(window=None), context=context)
 
 
 def _row_mask(
@@ -120,7 +120,7 @@ def attend(
     (grouped-query attention).
     """
     if mask is None:
-        return _attend_rows(q, k, v, None, options)
+        return _attend_rows(q, k, v, mask=None, options=options)
     context = mask.context
     if context is None:
         return _attend(q, k, v, mask, options)
@@ -168,7 +168,7 @@ def _attend_with_matmuls(
     if on_cpu and options.sinks is not None and options.has_fused_kernel:
         return cpu_attention_with_sinks(q, k, v, options.sinks, mask, scale)
     if mask is None:
-        mask = _as_bias(_window_mask(q.shape[2], None, q.device), q.dtype)
+        mask = _as_bias(_window_mask(q.shape[2], window=None, device=q.device), q.dtype)
     scores = q @ k.transpose(2, 3) * scale
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap

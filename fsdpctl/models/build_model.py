@@ -31,7 +31,7 @@ def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> Tra
     """
     module = build_base_model(config, transformers_norms=transformers_norms)
     num_weights = sum(count_weights(module).values())
-    # A model without idle experts has no routers.
+    # Routers are detected by the experts that they leave idle for a token.
     if config.router_aux_loss == "global" and count_active_parameters(module) == num_weights:
         raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
     with torch.device("meta"):

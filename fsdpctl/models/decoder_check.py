@@ -181,7 +181,7 @@ def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
     try:
         with seeded_no_grad():
             module = small_copy(_with_short_ranges(model))
-            tokens = _tokens(module, 1, ranks * _TOKENS_PER_RANK)
+            tokens = _tokens(module, rows=1, length=ranks * _TOKENS_PER_RANK)
             expected = module(tokens)
             modules = [copy.deepcopy(module) for _ in range(ranks)]  # forwards may modify modules
             logits = run_as_ranks(ranks, partial(_forward_as_rank, modules, tokens))

@@ -149,10 +149,8 @@ def _targets(
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     valid = f"linear layers except the output head are {', '.join(leaves)}"
     name_filter.check(names, "linear layer", valid, [*leaves, ALL_LINEAR])
-    matching = (
-        x for x in layers if name_filter.matches(x) or (all_linear and x not in read_directly)
-    )
-    targets = {name: layers[name] for name in matching}
+    implied = layers.keys() - read_directly if all_linear else set[str]()
+    targets = {x: layers[x] for x in layers if x in implied or name_filter.matches(x)}
     if no_effect := sorted({name.rpartition(".")[2] for name in targets if name in read_directly}):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(no_effect)}: not supported, because the "

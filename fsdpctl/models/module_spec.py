@@ -66,7 +66,7 @@ def module_units(module: nn.Module, classes: Sequence[str] | None) -> tuple[Unit
 
 
 def block_names(module: nn.Module) -> list[str]:
-    return [unit.name for unit in module_units(module, None) if unit.kind == "block"]
+    return [unit.name for unit in module_units(module, classes=None) if unit.kind == "block"]
 
 
 def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[str]]:

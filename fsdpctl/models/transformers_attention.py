@@ -69,7 +69,7 @@ class _LayerMask:
         if self.pairs is None:
             return attention_mask(q[:, 0], q.shape[-1], self.window, self.documents, options)
         bias = torch.zeros_like(self.pairs, dtype=compute_dtype(q))
-        return AttentionMask(None, bias=bias.masked_fill_(~self.pairs, -torch.inf))
+        return AttentionMask(window=None, bias=bias.masked_fill_(~self.pairs, -torch.inf))
 
 
 class TransformersAttention:
@@ -132,7 +132,7 @@ def _layer_mask(
         sizes = {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
         options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         pairs = _within_documents(sdpa_mask, mask_function=mask_function, **sizes, **options)
-        return _LayerMask(None, pairs=pairs)
+        return _LayerMask(documents=None, pairs=pairs)
     if kind == "chunk" and local_size is not None:
         rows, device = options["batch_size"], torch.device(options["device"])
         return _LayerMask(_split_into_chunks(documents, local_size, rows, q_length, device))

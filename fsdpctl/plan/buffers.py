@@ -181,7 +181,7 @@ class _Replay:
 
     def _replay_event(self, kind: EventKind, name: str, unit: UnitBytes) -> None:
         if kind is K.GATHER and not unit.is_permanent:
-            self._allocate(BufferKind.PARAMS, name, 0, unit.unshard_buffer)
+            self._allocate(BufferKind.PARAMS, name, index=0, nbytes=unit.unshard_buffer)
         sent = {K.GATHER: unit.params, K.SYNC: unit.synced}.get(kind, 0)
         piece: _Piece | None = None
         if kind is K.HOLD:
@@ -206,10 +206,10 @@ class _Replay:
             self._accumulate(name, unit, piece)
         elif kind is K.LEAVE:
             # The LEAVE of the root ends the pass; earlier ones find nothing to free.
-            self._free_offloaded(None)
+            self._free_offloaded(name=None)
         self.events.append(Event(kind, name, sent, is_last=piece is None or piece.is_last))
         if kind is K.FREE and not unit.is_permanent:
-            self._free(BufferKind.PARAMS, name, 0)
+            self._free(BufferKind.PARAMS, name, index=0)
 
     def _free_offloaded(self, name: str | None) -> None:
         """Free the gradients that were copied to the host before those of unit `name`."""

@@ -39,6 +39,7 @@ class OptimizerRow:
 
 
 _TABLE = (
+    #            name, keys, moments, counter
     OptimizerRow(ADAMW, (*_BETAS, "state_dtype"), 2, 4),
     OptimizerRow("sgd", ("momentum",), 1, 0, needs_momentum=True, has_default_lr=False),
     OptimizerRow(MUON, (*_BETAS, "momentum", "nesterov", "ns_steps"), 2, 4, steps_matrices=True),

@@ -366,9 +366,8 @@ class StepPlan:
         same_dtype = all(each.reduce == each.gradient for each in trained)
         # NCCL enqueues the sum over replicas on its own stream, without waiting on the host.
         sums_replicas = strategy.replicates and position.num_replicas > 1
-        chained = (
-            position.num_shards if sums_replicas and position.transport is Transport.NCCL else 0
-        )
+        is_chained = sums_replicas and position.transport is Transport.NCCL
+        chained = position.num_shards if is_chained else 0
         in_place = self.uses_all_reduce and same_dtype
         return Reductions(nbytes, budget, in_place, pieces, chained, self.combines)
 

@@ -204,7 +204,6 @@ class Offload(Flag):
     def check_frozen_params(self, *, trains_all: bool) -> None:
         """Refuse `params` alone if no parameter is frozen."""
         if self is Offload.PARAMS and trains_all:
-            problem = (
-                "only valid with frozen parameters (model.lora); expected states,params or all"
-            )
-            raise UsageError(f"strategy.offload=params: {problem}")
+            problem = "only valid with frozen parameters (model.lora)"
+            expected = "expected states,params or all"
+            raise UsageError(f"strategy.offload=params: {problem}; {expected}")

@@ -170,7 +170,7 @@ def unit_layouts(
     if owner_map == "even":
         layout = partial(flat_layout, num_shards=num_shards, num_shares=num_shares)
         return {unit.name: tuple(map(layout, unit.param_groups())) for unit in units}
-    uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
+    uncut = {x.name: [flat_layout(g, num_shards=1) for g in x.param_groups()] for x in units}
     flats = [layout for layouts in uncut.values() for layout in layouts]
     sizes = [each.numel for each in flats]
     if owner_map == MATRICES:

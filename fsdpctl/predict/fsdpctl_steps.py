@@ -1,4 +1,4 @@
-"""The training step of fsdpctl's engine: planned events, and the computation between them."""
+"""Records the training step of fsdpctl's engine: planned events, and computation between them."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ class _EngineBuffers:
         """Offload the reduced gradients of a unit, added to the gradients that the host has."""
         nbytes = self._gradient_bytes.pop(unit, None)
         if nbytes is not None:
-            if unit in self._offloaded:
+            if unit in self._offloaded:  # earlier gradients return to the device for the sum
                 self._recorder.allocate_temporary(nbytes)
             self._offloaded.add(unit)
 
@@ -88,24 +88,22 @@ class _EngineBuffers:
         self._recorder.free(*map(self._keys.pop, gradients))
 
     def _allocate(self, buffer: BufferKind, event: Event) -> None:
-        unit, recorder, layouts = (
-            event.unit,
-            self._recorder,
-            self._plan.step_plan.trained[event.unit],
-        )
-        piece, index = divmod(event.index, len(layouts) or 1)
-        # A single piece collects autograd's gradients here; several free them at the last REDUCE.
-        collects = event.is_last and not piece
+        unit, recorder, step = event.unit, self._recorder, self._plan.step_plan
+        layouts = step.trained[unit]
+        piece_index, index = divmod(event.index, len(layouts) or 1)
+        # The copy into a whole buffer frees autograd's gradients; the last REDUCE of a unit in
+        # pieces frees those of the unit.
+        is_whole = event.is_last and piece_index == 0
         recorder.begin_phase(_ACTIVITIES.get(buffer, "reducing"), unit)
-        if buffer is BufferKind.GRADS and Offload.GRADIENTS in self._plan.step_plan.offload:
+        if buffer is BufferKind.GRADS and Offload.GRADIENTS in step.offload:
             self._gradient_bytes[unit] = event.nbytes
-        if buffer is BufferKind.WORKSPACE and collects:
-            # The held gradients already include the gradients of this pass.
+        if buffer is BufferKind.WORKSPACE and is_whole:
+            # Held gradients get those of this pass before the collective allocates its workspace.
             self._free_grads(layouts[index])
         buffer_key, category = (buffer, unit, event.index), CATEGORY_OF[buffer]
         if buffer_key not in self._keys:  # otherwise `change` has moved another buffer here
             self._keys[buffer_key] = recorder.allocate(category, unit, buffer.value, event.nbytes)
-        if buffer is BufferKind.UNSHARDED_GRADS and collects:
+        if buffer is BufferKind.UNSHARDED_GRADS and is_whole:
             self._free_grads(layouts[index])
         if buffer is BufferKind.SUM:
             self._add_up(layouts[index])
@@ -121,6 +119,7 @@ class _EngineBuffers:
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the temporary of a sum over replicas, with operands in `workspace` bytes."""
+        # A rank receives its part from each other replica.
         nbytes = workspace // (self._plan.step_plan.position.num_replicas - 1)
         most = SUM_CHUNK * self._plan.dtypes.gradient.itemsize
         self._recorder.allocate_temporary(min(nbytes, most))
@@ -142,6 +141,7 @@ class FsdpctlSteps:
         self._events = planned_step(plan.step_plan, plan.reduces_gradients)
         self._update = planned_update(plan.step_plan)
         self._buffers = _EngineBuffers(plan, recorder)
+        # By unit: gathers of its parameters, and gathers of updated parameters after a step (SYNC).
         self._gathers: dict[str, int] = {}
         self._syncs: dict[str, int] = {}
         # By unit: reductions in flight with their bytes, and reductions over replicas.
@@ -149,8 +149,9 @@ class FsdpctlSteps:
         self._replica_reductions: dict[str, deque[int]] = defaultdict(deque)
         uses_all_reduce = plan.step_plan.uses_all_reduce
         self._kind = CollectiveKind.ALL_REDUCE if uses_all_reduce else CollectiveKind.REDUCE_SCATTER
-        self._last_reduction: dict[str, int | None] = {}
-        self._has_states = plan.step_plan.steps_on_host  # the host allocates the states
+        self._last_reduction: dict[str, int | None] = {}  # by unit: COMBINE continues it
+        # The first step allocates the states, unless the host has them.
+        self._has_states = plan.step_plan.steps_on_host
         self._host_gradients: dict[str, list[int]] = {}  # keys by unit, read by the host's step
         self._host = fsdpctl_update.HostSchedule(plan, recorder)
 
@@ -162,11 +163,11 @@ class FsdpctlSteps:
         recorder.compute(PassPart.BEFORE)
         passes_left = len(self._plan.reduces_gradients)
         for event in self._events:
-            if event.buffer is BufferKind.OFFLOADING:
+            if event.buffer is BufferKind.OFFLOADING:  # never allocated, only freed
                 recorder.free(*self._host_gradients.pop(event.unit, ()))
             elif event.buffer is not None:
                 self._buffers.change(event)
-            elif event.kind is EventKind.LEAVE and event.unit == root:
+            elif event.kind is EventKind.LEAVE and event.unit == root:  # the pass has ended
                 self._host.wait_for_copy()
                 recorder.compute(PassPart.END)
                 passes_left -= 1
@@ -263,7 +264,7 @@ class FsdpctlSteps:
                 self._kind, nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
             )
         self._reductions[unit].append((key, nbytes))
-        self._last_reduction[unit] = key
+        self._last_reduction[unit] = key  # a chained COMBINE comes before REDUCED
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Add the gradients of all ranks, or scale the sum if the collective adds."""
@@ -278,7 +279,7 @@ class FsdpctlSteps:
         strategy, group, queue = self._step.strategy, RankGroup.REPLICAS, REPLICA_SUMS
         scatters, label = strategy.shards_over_replicas, f"sum over replicas of {unit}"
         kind = CollectiveKind.REDUCE_SCATTER if scatters else CollectiveKind.ALL_REDUCE
-        if self._position.num_replicas == 1:  # ranks gather the shards of the sum
+        if self._position.num_replicas == 1:  # each rank keeps the full sum: gather its shards
             kind, group, queue = CollectiveKind.GATHER, RankGroup.SHARD, GATHERS
             label = f"gather the sum of {unit}"
         before = self._last_reduction[unit]
@@ -292,7 +293,7 @@ class FsdpctlSteps:
         if not self._has_states:
             self._has_states = True
             fsdpctl_update.allocate_states(plan, recorder)
-        muon_numel = fsdpctl_update.step_matrices(plan, recorder)
+        muon_numel = fsdpctl_update.record_muon(plan, recorder)
         fsdpctl_update.allocate_tiles(plan, recorder)
         if step.fetches_gradients:
             self._host_gradients = self._buffers.take_gradients()
@@ -302,8 +303,8 @@ class FsdpctlSteps:
         else:
             owned = sum(step.master_span(layout).numel for layout in step.all_trained())
             numel, moments = owned - muon_numel, plan.states.moments
-            stored = fsdpctl_update.tiled_traffic(plan, numel)
-            recorder.optimizer_step(numel, plan.dtypes.master.itemsize, moments, stored)
+            tile_traffic = fsdpctl_update.tile_traffic(plan, numel)
+            recorder.optimizer_step(numel, plan.dtypes.master.itemsize, moments, tile_traffic)
         for event in self._update:
             self._sync(event)
         recorder.end_step()
@@ -356,5 +357,6 @@ def _on_device(placement: ShardPlacement, *, trainable: bool) -> Iterator[tuple[
     if placement.master_location is StorageLocation.DEVICE:
         nbytes = placement.master_span.numel * placement.dtypes.master.itemsize
         yield "master weights" if trainable else "frozen weights", nbytes
+    # Even master weights that are a view of the parameters have separate remainders.
     if placement.master_location is not StorageLocation.HOST and placement.remainder_bytes:
         yield "remainders of master weights", placement.remainder_bytes

@@ -143,7 +143,7 @@ def allocate_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
     recorder.allocate_temporary(tile_bytes(largest, device, plan.states.dtype))
 
 
-def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
+def tile_traffic(plan: TrainingPlan, numel: int) -> float:
     """Return the bytes that a fused step in tiles reads and writes; 0 for other steps."""
     if plan.states.dtype is None:
         return 0
@@ -152,8 +152,8 @@ def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
     return numel * (dtypes.gradient.itemsize + 2 * weight) + 2 * plan.states_bytes
 
 
-def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
-    """Update the matrices of a rank if the optimizer is Muon; return their number of elements.
+def record_muon(plan: TrainingPlan, recorder: StepRecorder) -> int:
+    """Record the updates of matrices if the optimizer is Muon; return the elements of this rank's.
 
     The time is the time of the rank with the most work. Matrices of one shape reuse the memory.
     """

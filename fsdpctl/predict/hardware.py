@@ -52,7 +52,7 @@ class RingNetwork:
         """Return the transfer over rings; an all-reduce has a tree's latency if that is less."""
         ranks, nodes = group.ranks, group.nodes
         if ranks == 1:
-            return Transfer(NODE_LINKS, 0.0, 0.0)
+            return Transfer(NODE_LINKS, latency=0.0, seconds=0.0)
         bandwidth = self._bandwidth(group)
         hops = (ranks - nodes) * _INTRA_HOP + (nodes - 1) * _INTER_HOP
         rounds = 2 if kind is CollectiveKind.ALL_REDUCE else 1

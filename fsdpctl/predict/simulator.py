@@ -110,14 +110,14 @@ class StepSimulator:
     def _wait(self, task: Wait) -> None:
         began = self._step.seconds
         while task.key in self._pending:
-            self._advance(None)
+            self._advance(computing=None)
         if task.phase is None:
             self._step.exposed_communication += self._step.seconds - began
         else:
             self._step.seconds_by_phase[task.phase] += self._step.seconds - began
 
     def _advance(self, computing: float | None) -> float:
-        """Advance until something ends, and return how much of `computing` was done."""
+        """Advance until something ends; return the seconds done of `computing` (None: a wait)."""
         heads = self._queue_heads()
         flowing = [each for each in heads if each.latency <= _EPSILON]
         # A collective's kernel occupies the device during its latency, too.

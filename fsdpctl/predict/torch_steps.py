@@ -51,8 +51,7 @@ class Fsdp2Steps:
         self._num_shards = position.num_shards if plan.step_plan.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # except for the last block and the root
         self._regathers = regathers and self._reshards and self._num_shards > 1
-        # Whether gradients are all-reduced over replicas.
-        self._replicates = position.num_replicas > 1
+        self._replicates = position.num_replicas > 1  # gradients are all-reduced over replicas
         # Numbers of blocks. By default (1), FSDP2 prefetches one block in backward. In forward, its
         # all-gather stream starts the next transfer early, but allocates only explicit prefetches.
         self._backward_prefetch = max(1, prefetch.backward)
@@ -194,7 +193,7 @@ class Fsdp2Steps:
                 self._copy_out(name, forward=False)
                 index = self._blocks.index(name)
                 is_last = index == len(self._blocks) - 1
-                # The memory is that of the gather for the recomputation, which is freed before.
+                # Only the time: the gather for the recomputation has freed as much memory before.
                 regather = self._all_gather(name) if self._regathers and not is_last else None
                 start = max(0, index - self._backward_prefetch)
                 for prefetched in self._blocks[start:index][::-1]:
@@ -267,7 +266,7 @@ class Fsdp2Steps:
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
         """Hold unsharded gradients in the dtype of the reduction."""
         recorder, dtypes = self._recorder, self._plan.dtypes
-        if unit in self._held_grads:
+        if unit in self._held_grads:  # the sum is in place
             recorder.free(*keys)
         elif dtypes.compute.itemsize == dtypes.reduce.itemsize:
             self._held_grads[unit] = [key for key in keys if key is not None]

@@ -56,7 +56,7 @@ def are_small(files: Sequence[TokenFile]) -> bool:
 
 
 def check_amount(config: Config, data: DataSet) -> None:
-    """Refuse data with so few tokens that the length of samples should be set."""
+    """Refuse train.seq_len=auto for data with so few tokens that the length should be set."""
     count = data.train.num_tokens
     if count >= _LEAST_TOKENS:
         return

@@ -40,7 +40,7 @@ class ProgressDisplay:
         self._steps_here = 0
         self._bar_text = ""  # loss and speed of the newest step, in the bar
         self._began = time.monotonic()
-        self._first_step = ExitStack()  # shows an activity until a step is complete
+        self._startup = ExitStack()  # shows an activity until a step is complete
         self._console = LenientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._hides_remarks = bool(os.environ.get(QUIET))  # neither the bar nor remarks are shown
         if shows and not self._hides_remarks and self._console.is_terminal:
@@ -59,14 +59,14 @@ class ProgressDisplay:
     def start(self, *, compiles: bool = False) -> None:
         """Show the bar, and an activity until the first step is complete."""
         compiling = "compiling, and " if compiles else ""
-        self._first_step.enter_context(doing(f"{compiling}computing the first step"))
+        self._startup.enter_context(doing(f"{compiling}computing the first step"))
         if self._bar is not None:
             DISPLAY.attach_bar(self._note)
             self._bar.start()
 
     def stop(self, *, is_complete: bool = True) -> None:
         """Leave the bar of a complete run on the terminal; after an error, erase it."""
-        self._first_step.close()
+        self._startup.close()
         if self._bar is not None:
             DISPLAY.attach_bar(None)
             self._bar.live.transient = not is_complete
@@ -80,7 +80,7 @@ class ProgressDisplay:
         """Show a completed step, and the written fraction of a checkpoint in progress, if any."""
         self._steps_here += 1
         DISPLAY.end_startup()
-        self._first_step.close()
+        self._startup.close()
         saving = "" if fraction_written is None else f"  saving {fraction_written:.0%}"
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
         if self._bar is not None:
@@ -125,7 +125,7 @@ class ProgressDisplay:
 
 def _step_text(metrics: "StepMetrics") -> str:
     stats, per_rank = metrics.stats, ""
-    if metrics.memory.total:
+    if metrics.memory.total:  # a GPU's; on a CPU, the line stays below 100 columns
         per_rank = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)"
     return (
         f"loss {stats.loss:.3f}  {_means_text(metrics)}grad_norm {stats.grad_norm:.2f}  "

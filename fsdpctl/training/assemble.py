@@ -221,7 +221,7 @@ def make_trainer(
     if reason := parts.model.collectives.not_shared_reason:
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
-        reports = [RunReporter(journal, None), EstimateReport(run_dir, progress.step)]
+        reports = [RunReporter(journal, checkpoints=None), EstimateReport(run_dir, progress.step)]
         return Trainer(parts, progress, launch_context, journal, reports)
     checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_rank_0)
     # Hooks run in this order, at the end too: a step is checked and validated before it is saved.
@@ -265,7 +265,7 @@ def _load(
     train_batches = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
     val_batches = None
     if val is not None:
-        val_batches = Batches(val.samples(train.seq_len), batches, 0, vocab_size)
+        val_batches = Batches(val.samples(train.seq_len), batches, seed=0, vocab_size=vocab_size)
     objects = data, model, optimizer, train_batches, val_batches
     return TrainingParts(config, run_dir, *objects, world.device), progress, bases
 
@@ -277,7 +277,7 @@ def _open_data(config: Resolved, ranks: ObjectExchange) -> DataSet:
     """
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
-    ranks.all_gather_values(None)
+    ranks.all_gather_values(None)  # a barrier
     return data or open_data(config.data, config.train.seed)
 
 

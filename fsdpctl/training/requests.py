@@ -148,7 +148,7 @@ class RequestSync:
         return not self._receive(self._lag).stops
 
     def complete(self) -> RequestFlags:
-        return self._receive(0)
+        return self._receive(lag=0)
 
     def _receive(self, lag: int) -> RequestFlags:
         while len(self._pending) > lag:

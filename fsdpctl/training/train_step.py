@@ -26,10 +26,8 @@ from fsdpctl.training.decoder_loss import SourceLosses, count_targets, summed_lo
 from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.script_loss import NamedSums, script_loss
 
-if TYPE_CHECKING:
-    from fsdpctl.torch_engines.model import (
-        TorchEngineModel,  # imports PyTorch's engines, which takes a second
-    )
+if TYPE_CHECKING:  # the import of PyTorch's engines takes a second
+    from fsdpctl.torch_engines.model import TorchEngineModel
 
 Optimizer = ShardedAdamW | ShardedSGD  # ShardedMuon is a ShardedAdamW
 TrainedModel: TypeAlias = "ShardedModel | TorchEngineModel"

@@ -151,9 +151,9 @@ class Trainer:
             while not self.is_over():
                 self._launch()
                 is_due = self.is_over() or any(map(self.has_due_work, self._callbacks))
-                requested = self._report_steps(0 if is_due else self.lag)
+                requested = self._report_steps(in_flight=0 if is_due else self.lag)
                 if requested.stops or requested.save:
-                    requested |= self._report_steps(0)  # a save needs a completed newest step
+                    requested |= self._report_steps(in_flight=0)  # a save needs the newest step
                 self._act(requested)
         if self.is_ending:
             self.requests.clear(STOP)
@@ -226,6 +226,7 @@ class Trainer:
 
     def _launch(self) -> None:
         began = time.perf_counter()
+        # None before the first complete step or validation: the watchdog then allows more time.
         STATUS_PAGE.at("data", self.step + 1 if self._saves_on_stop else None)
 
         def local_stats() -> LocalStepStats:

@@ -151,8 +151,8 @@ def test_values_of_a_file_and_of_llama_cpp_are_in_the_configuration(tmp_path, ki
 @pytest.mark.parametrize(("kind", "keys", "note"), [
     ("gemma2", {"attention.key_length": 64}, "the file has no attention scale; fsdpctl uses 256"),
     ("starcoder2", {}, "the file has no attention window; set model.overrides.sliding_window"),
-    ("llama", {"logit_scale": 2.0, "residual_scale": 0.5}, "logit_scale, residual_scale: not"),
-    ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count: not read"),
+    ("llama", {"logit_scale": 2.0, "residual_scale": 0.5}, "logit_scale, residual_scale: ignored"),
+    ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count: ignored"),
     ("llama", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}, "as gpt-2"),
 ])  # fmt: skip
 def test_what_is_not_read_has_a_note(tmp_path, kind, keys, note):

@@ -217,5 +217,5 @@ def test_scaling_that_transformers_does_not_read_has_a_note(tmp_path):
 
     file = write_other(tmp_path / "m.gguf", "llama", "F16", scaled)
     assert notes_on_gguf(str(file)) == (
-        f"{file}: RoPE scaling: not read, as in transformers; set model.overrides.rope_scaling",
+        f"{file}: RoPE scaling: ignored, as by transformers; set model.overrides.rope_scaling",
     )

@@ -1,4 +1,4 @@
-"""The results of variants: measured in a run as by `train`, or predicted for any hardware."""
+"""The results of variants: measured in a short run, or predicted for any hardware."""
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from fsdpctl.training.worker import MEASURE_ONLY
 
 _WARM_UP = 0.25  # share of the steps, whose times are ignored
 _SHORT_STEPS = (
-    "The host limits steps of GPUs below 100 ms, and data sheets do not describe the host: such "
+    "Steps shorter than 100 ms are limited by the host, which data sheets do not describe: such "
     "steps can take several times as long as predicted."
 )
 
@@ -70,7 +70,7 @@ def _prepare(
 ) -> tuple[Prepared, RunDirState]:
     """Prepare a variant, resolve `auto` as `train` does, and estimate the memory.
 
-    The number of steps is replaced after `prepare`, since sizes may depend on the run's length.
+    The number of steps is replaced after `prepare`, which may compute it from train.epochs.
     """
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
     opened = prepare(replace(variant.composed, config=variant.composed.config.changed(values)))
@@ -79,7 +79,7 @@ def _prepare(
     variant.plan, estimate, _ = resolve_auto_of_run(
         estimator, state.config, state.stored_config, state.stored_in, note
     )
-    units, config = module_units(opened.module, None), variant.plan.config
+    units, config = module_units(opened.module, classes=None), variant.plan.config
     sent = sent_per_step(config, units, variant.plan.batches.num_micro_batches)
     variant.result.strategy, variant.result.world_size = config.strategy.name, config.num_ranks
     variant.result.sent_bytes_per_step = sent.total
@@ -110,7 +110,7 @@ def _add_measured(row: VariantResult, run_dir: Path) -> None:
         raise FsdpctlError(f"{file}: too few steps to measure their speed")
     seconds = median(line.seconds or 0.0 for line in timed)
     last, mfus = steps[-1], [line.mfu for line in timed if line.mfu is not None]
-    on_device = last.peak_allocated_bytes is not None
+    on_device = last.peak_allocated_bytes is not None  # on a CPU, `reserved` is resident memory
     row.tokens_per_second = median(line.tokens_per_second or 0.0 for line in timed)
     row.step_seconds = seconds
     row.mfu = median(mfus) if len(mfus) == len(timed) else None
@@ -122,23 +122,23 @@ def _add_measured(row: VariantResult, run_dir: Path) -> None:
 
 
 def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> float | None:
-    """Return the exposed seconds of a step, by their share in all steps; None if unknown."""
+    """Return the exposed part of `seconds` by the share in `times` (step, exposed), if known."""
     exposed = [part for _, part in times if part is not None]
     total = sum(step for step, _ in times)
     return seconds * sum(exposed) / total if len(exposed) == len(times) else None
 
 
 def run_briefly(
-    state: RunDirState, config: Resolved, settings: str, assets: Mapping[str, bytes]
+    state: RunDirState, config: Resolved, label: str, assets: Mapping[str, bytes]
 ) -> str | None:
     """Run the steps of a new run, without validation, checkpoints and samples.
 
-    `config` is the resolved configuration of `state`. `settings` and `assets` are written into the
-    run directory. Returns why the run failed. InterruptError after SIGINT, else StoppedError.
+    `config` is the resolved configuration of `state`; the run directory gets `label` and `assets`.
+    Returns why the run failed. InterruptError after SIGINT, StoppedError after other stop signals.
     """
     lock = lock_run_dir(state.run_dir)
     try:
-        prepare_run_dir(state, config, [settings], assets)
+        prepare_run_dir(state, config, [label], assets)
         outcome = launch_workers([str(state.run_dir), MEASURE_ONLY], config.launch)
     finally:
         lock.release()
@@ -182,19 +182,20 @@ def _predict(estimator: Estimator, variant: Variant) -> Iterator[str]:
     config = estimator.prepare(variant.composed).config
     if config.launch.device == "cpu":
         raise UsageError(
-            "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
-            "runs without --simulate"
+            "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or omit "
+            "--simulate to measure the variants in runs"
         )
     estimate, ranking = resolve_auto(estimator, config)
     if ranking is not None and ranking.ranked:
-        selected = "" if ranking.defaults else "selected: "
+        selected = "selected: " if ranking.defaults is None else ""  # else the summary has it
         yield f"{variant.result.label}: {selected}{ranking.summary}"
     variant.plan = plan = estimate.plan
     row = variant.result
     row.strategy = plan.config.strategy.name
     step, units = estimator.predict(plan), estimator.traced_model(plan.config).units
     time = run_time(estimator, estimate, step)
-    yield from (*filter(None, [time.length.unknown, time.length.error]), *time.notes)
+    notes = (time.length.unknown, time.length.error)  # texts, or empty
+    yield from (*filter(None, notes), *time.notes)
     sent = sent_per_step(plan.config, units, estimate.batches.num_micro_batches)
     row.mfu, row.sent_bytes_per_step = _utilization(time.tokens_per_second, estimate), sent.total
     row.world_size, row.steps = time.num_ranks, time.length.steps

@@ -229,7 +229,7 @@ class Checkpoints(Callback):
     def begin(self, trainer: Trainer) -> None:
         """Note the checkpoint from which the run resumes, if any; start verifying the bases."""
         if self._bases:
-            self._reading = ByteTransfer(trainer.step, 0, time.perf_counter())
+            self._reading = ByteTransfer(trainer.step, num_bytes=0, began=time.perf_counter())
             self._reading.future = self._writer.submit(self._verify, self._reading)
         self._saved_step = trainer.step if trainer.step else -1
         if self._keeps_best and trainer.best is not None:

@@ -39,7 +39,7 @@ class Profiling(Callback):
             return
         self._profile.step()
         if self._is_written:  # on_trace_ready was called
-            self.end(trainer, None)
+            self.end(trainer, error=None)
             trainer.collectives.barrier()  # remove PROFILE after all ranks have written their files
             trainer.requests.clear(PROFILE)
 

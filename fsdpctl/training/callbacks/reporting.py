@@ -88,7 +88,7 @@ def _compared_peaks(peaks: Mapping[str, int], estimate: SavedEstimate) -> str:
         measured, estimated = peaks[f"peak_{name}_bytes"], getattr(estimate, f"peak_{name}_bytes")
         comparison = "equal to the estimate"
         if measured != estimated:
-            deviation = _deviation(estimated, measured, 1)
+            deviation = _deviation(estimated, measured, digits=1)
             comparison = f"{format_bytes(estimated)} estimated ({deviation})"
         texts.append(f"{format_bytes(measured)} {name} peak, {comparison}")
     return f"memory: {'; '.join(texts)}"

@@ -161,7 +161,7 @@ def _find_leaks(trainer: Trainer) -> list[str]:
         return []
     batches = parts.train_batches
     position = trainer.samples - batches.plan.global_batch_size
-    batch = batches.training(position, trainer.collectives.rank, 0)
+    batch = batches.training(position, trainer.collectives.rank, micro_step=0)
     packed = enumerate(batch.lengths if batch.isolates_documents else ())
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
     if not any(trainer.collectives.all_gather_values(row is not None)):
@@ -205,9 +205,10 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
         context_parallel=context_parallel,
     )  # fmt: skip
     stream = _stream(config, plan.global_batch_size * config.train.seq_len)
-    batches = Batches(stream.samples(config.train.seq_len), plan, 0, VOCABULARY)
+    batches = Batches(stream.samples(config.train.seq_len), plan, seed=0, vocab_size=VOCABULARY)
     small_parts = replace(parts, config=config, model=model, train_batches=batches)
-    stats = run_passes(small_parts, 0, 0, StepClock(parts.device, model.take_waits)).stats()
+    clock = StepClock(parts.device, model.take_waits)
+    stats = run_passes(small_parts, step=0, samples=0, clock=clock).stats()
     model.drop_gradients()
     return stats.grad_norm, _single_process_norm(config, stream, parts.device)
 
@@ -246,7 +247,7 @@ def _small_config(config: Config) -> Config:
 def _stream(config: Config, num_tokens: int) -> TokenStream:
     size = min(VOCABULARY, config.model.vocab_size or VOCABULARY)
     tokens = np.random.default_rng(0).integers(size, size=num_tokens + 1, dtype=np.uint16)
-    return TokenStream(tokens, None)
+    return TokenStream(tokens, num_bytes=None)
 
 
 def _small_copy_gradients(parts: TrainingParts) -> dict[str, Tensor]:

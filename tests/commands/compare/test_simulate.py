@@ -48,7 +48,7 @@ def test_missing_host_memory_is_in_the_status_of_a_variant():
 
 def test_short_steps_of_gpus_have_a_note_and_too_few_samples_are_refused():
     rows, (note,) = simulated(*WORDS, "cluster.memory=80")
-    assert note.startswith("The host limits steps of GPUs below 100 ms, ")
+    assert note.startswith("Steps shorter than 100 ms are limited by the host, ")
     assert all((row.step_seconds or 1) < 0.1 for row in rows)
     long = [*WORDS[1:4], "train.global_batch_size=1", "model=llama3_8b", "cluster=h200"]
     rows, notes = simulated(*long)
