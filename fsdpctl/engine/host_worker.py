@@ -126,7 +126,7 @@ def _work(tasks: _Tasks, device: torch.device) -> None:
     on_device: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
-        os.sched_setaffinity(0, host_cpus(_numa_node(device)))  # of this thread and its children
+        os.sched_setaffinity(0, host_cpus(_numa_node(device)))  # this thread and its children
         torch.set_num_threads(num_cores())  # OpenMP counts per calling thread
     with on_device, torch.no_grad():
         while (item := tasks.get()) is not None:

@@ -149,7 +149,7 @@ class FsdpctlSteps:
         self._replica_reductions: dict[str, deque[int]] = defaultdict(deque)
         uses_all_reduce = plan.step_plan.uses_all_reduce
         self._kind = CollectiveKind.ALL_REDUCE if uses_all_reduce else CollectiveKind.REDUCE_SCATTER
-        self._last_reduction: dict[str, int | None] = {}  # by unit: COMBINE continues it
+        self._last_reduction: dict[str, int | None] = {}  # COMBINE continues it
         # The first step allocates the states, unless the host has them.
         self._has_states = plan.step_plan.steps_on_host
         self._host_gradients: dict[str, list[int]] = {}  # keys by unit, read by the host's step
