@@ -161,7 +161,7 @@ def write_sharded_weights(
             if spans := _file_spans(tensors, index, num_files):
                 name = rank_file(index)
                 files[name] = _write_file(source, scratch / name, spans, advance)
-        publish.write_manifest(scratch, metadata, files, tensors, num_files)
+        publish.write_manifest(scratch, metadata, files, tensors, world_size=num_files)
     return total
 
 

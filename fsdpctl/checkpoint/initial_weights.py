@@ -80,8 +80,7 @@ def initial_weights(
     """Return the weights that training starts from: `base`, with adapters if it has none.
 
     By default, `base` has the weights in `model.path`. Only names and shapes of `module` are used.
-    `seed` determines the adapters' values. UsageError if `base` has adapters and `model.lora.path`
-    is set.
+    `seed` sets the adapters' values. UsageError if `base` and `model.lora.path` both have adapters.
     """
     base = open_weights(model) if base is None else base
     if model.lora.rank is None:
@@ -122,7 +121,7 @@ class BaseWeights:
     def new(cls, folder: Path, weights: TensorSource, collectives: HasAllGather) -> Self:
         """Describe weights that no checkpoint names, before they are loaded. Collective."""
         sampled = weights_checksum(weights, _samples, collectives)
-        return cls(BaseInfo(str(folder), "", sampled), weights)
+        return cls(BaseInfo(str(folder), xxh3="", sampled=sampled), weights)
 
     def check_samples(self, collectives: HasAllGather, on_bytes: OnBytes = report_reading) -> None:
         """Verify samples of each tensor; CheckpointError if they differ. Collective."""

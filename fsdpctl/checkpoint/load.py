@@ -59,7 +59,7 @@ class TensorPiece:
 
 
 def model_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[TensorPiece]:
-    """Yield the pieces of parameters that this rank writes."""
+    """Yield the pieces that this rank writes: masters, and the remainders of 24-bit masters."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param_slice in shard.layout.param_slices(shard.saved_span):
             for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):

@@ -68,7 +68,7 @@ def _merge_quantized(weights: TensorSource, model: ModelConfig, dtype: str | Non
     if dtype is None:
         dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {*FLOATS} else "F32"
     dequantized = DequantizedTensors(weights, shapes, quant_format)
-    return MergedTensors(dequantized, model, dtype, shapes, _transposed(model))
+    return MergedTensors(dequantized, model, dtype, rounded=shapes, transposed=_transposed(model))
 
 
 def _transposed(model: ModelConfig) -> frozenset[str]:

@@ -13,8 +13,8 @@ from fsdpctl.models.quantized import GROUP, QuantFormat, quant_format_of, quanti
 from fsdpctl.plan.layout import Span
 
 _UINT8, _FLOAT32 = "U8", "F32"
-_GROUPS_AT_ONCE = 64  # about a million weights
-WeightShapes = Mapping[str, tuple[int, ...]]  # shapes of quantized weights, by parameter name
+_GROUPS_AT_ONCE = 64  # a million weights: the GROUP weights of a group are quantized together
+Shapes = Mapping[str, tuple[int, ...]]  # for quantized weights, by parameter name
 
 
 def quantized_like(source: TensorSource, module: nn.Module) -> TensorSource:
@@ -28,9 +28,7 @@ def quantized_like(source: TensorSource, module: nn.Module) -> TensorSource:
 class QuantizedTensors:
     """A source that quantizes some weights when they are read, unless they are stored quantized."""
 
-    def __init__(
-        self, source: TensorSource, shapes: WeightShapes, quant_format: QuantFormat
-    ) -> None:
+    def __init__(self, source: TensorSource, shapes: Shapes, quant_format: QuantFormat) -> None:
         self._source, self._shapes, self._quant_format = source, shapes, quant_format
 
     def __str__(self) -> str:
@@ -57,7 +55,7 @@ class QuantizedTensors:
             return
         span = span or Span(0, self._quant_format.num_bytes(stored.numel))
         # Read and quantize only groups that overlap `span`.
-        for byte_span, weight_span in _group_spans(span, stored.numel, self._quant_format):
+        for byte_span, weight_span in _spans(span, stored.numel, self._quant_format):
             values = torch.from_numpy(read_floats(self._source, key, weight_span))
             quantized = self._quant_format.quantize(values)
             requested = byte_span.intersect(span)
@@ -82,7 +80,7 @@ class DequantizedTensors(QuantizedTensors):
         first, stop = span.start // GROUP, -(-span.stop // GROUP)
         size = self._quant_format.group_bytes
         stored_span = Span(first * size, min(stop * size, self._quant_format.num_bytes(numel)))
-        for byte_span, weight_span in _group_spans(stored_span, numel, self._quant_format):
+        for byte_span, weight_span in _spans(stored_span, numel, self._quant_format):
             data = bytearray()
             for _, chunk in super().read(key, byte_span):
                 data += chunk  # a copy: the next chunk may reuse its memory
@@ -94,9 +92,7 @@ class DequantizedTensors(QuantizedTensors):
             yield requested, tensor_bytes(values[local_span.start : local_span.stop])
 
 
-def _group_spans(
-    byte_span: Span, numel: int, quant_format: QuantFormat
-) -> Iterator[tuple[Span, Span]]:
+def _spans(byte_span: Span, numel: int, quant_format: QuantFormat) -> Iterator[tuple[Span, Span]]:
     """Yield spans of bytes and of weights: several groups at a time that overlap `byte_span`."""
     size, num_bytes = quant_format.group_bytes, quant_format.num_bytes(numel)
     end_group = -(-byte_span.stop // size)

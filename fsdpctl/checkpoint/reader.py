@@ -49,7 +49,7 @@ class CheckpointReader:
         return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
     def info(self, key: str) -> manifest.TensorInfo:
-        """Return the shape and dtype of a full tensor, as `read` yields it."""
+        """Return the shape and dtype of what `read` yields; with a remainder, it is float32."""
         stored, remainder = self._stored_info(key), self._remainder_of(key)
         return stored if remainder is None else manifest.TensorInfo(stored.shape, "F32")
 

@@ -74,6 +74,7 @@ def take_snapshot(
     With `staging`, the snapshot is a copy in staging memory, which the next snapshot overwrites.
     Without `staging`, it may alias the model's memory and is valid until the model changes.
     """
+    # Untrained weights are not written if `metadata.base` records where they are stored.
     pieces = list(rank_pieces(model, optimizer, rank, trained_only=metadata.base is not None))
     values = [each.values.detach() for each in pieces]
     copies = [each.cpu() for each in values] if staging is None else staging.copy(values)
@@ -155,7 +156,7 @@ def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterato
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)
-                # In float32: masters of fewer bits would require a remainder.
+                # Not `master`, which lacks the remainder: the lower 8 bits of 24-bit weights.
                 yield TensorPiece(key, ParamSlice(param, empty, empty), shard.weights()[:0])
 
 
@@ -182,15 +183,15 @@ def _publish(
     """Write the manifest and rename the directory; return the error, or ""."""
     steps = {name: step for each in results for name, step in each.steps.items()}
     tensors = {key: info for each in results for key, info in each.tensors.items()}
-    common_step = max(steps.values(), default=0)
-    other_steps = {name: step for name, step in steps.items() if step != common_step}
-    progress = replace(metadata.progress, optimizer_step=common_step, optimizer_steps=other_steps)
+    latest_step = max(steps.values(), default=0)  # a parameter without a gradient isn't stepped
+    other_steps = {name: step for name, step in steps.items() if step != latest_step}
+    progress = replace(metadata.progress, optimizer_step=latest_step, optimizer_steps=other_steps)
     metadata = replace(metadata, progress=progress)
     files = {each.location: each.info for each in results if each.info is not None}
     try:
         if folder.is_dir() and not (folder / MANIFEST).exists():  # from an interrupted copy
             folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))
-        write_manifest(scratch, metadata, files, tensors, len(results))
+        write_manifest(scratch, metadata, files, tensors, world_size=len(results))
         publish_directory(scratch, folder)
     except Exception as error:
         return _error_text(error)

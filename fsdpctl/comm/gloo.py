@@ -24,7 +24,7 @@ class GlooCollectives(ProcessGroupCollectives):
     """The collectives on the CPU, which run in gloo's threads."""
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        """Send this rank's span to every other rank. Unlike broadcasts, both directions overlap."""
+        """Send every other rank this rank's span. Unlike in broadcasts, sends overlap receives."""
         works = []
         for each in buffers:
             source = self._own_part(each)
@@ -65,7 +65,7 @@ class GlooCollectives(ProcessGroupCollectives):
 
 
 def _wait_all(works: list[dist.Work], name: str) -> None:
-    UNRECORDED.pending = name
+    UNRECORDED.pending = name  # torch's flight recorder lacks gloo's `isend` and `irecv`
     while works:
         works.pop().wait()
     UNRECORDED.pending = ""
@@ -78,23 +78,23 @@ class LocalReduction:
         self,
         rows: Sequence[Tensor],
         workspace_nbytes: int,
-        arrive: Callable[[], None],
+        wait_for_rows: Callable[[], None],
         on_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep the `rows`, contributions in rank order, which are complete after `arrive()`.
+        """Keep the `rows`, contributions in rank order; `wait_for_rows()` blocks until they arrive.
 
         `on_read()` is called after their last use: then other ranks may overwrite them.
         """
         self.workspace_nbytes = workspace_nbytes
-        self._rows, self._arrive, self._on_read = rows, arrive, on_read
+        self._rows, self._wait_for_rows, self._on_read = rows, wait_for_rows, on_read
 
     def wait(self) -> None:
-        self._arrive()
+        self._wait_for_rows()
         self._on_read()
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Add in rank order, in chunks that stay in the cache."""
-        self._arrive()
+        self._wait_for_rows()
         for start in range(0, len(out), SUM_CHUNK):
             chunk = slice(start, start + SUM_CHUNK)
             first, *others = (each[chunk] for each in self._rows)

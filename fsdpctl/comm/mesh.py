@@ -104,7 +104,7 @@ def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> M
     """Divide the ranks into replicas of `dp_shard_size`, a divisor of their number. Collective."""
     if dp_shard_size == world.size:
         world.use_separate_reduce_group()
-        return Mesh(world, world, None)
+        return Mesh(world, shard=world, replicas=None)
     starts = range(0, world.size, dp_shard_size)
     shard_groups = [range(start, start + dp_shard_size) for start in starts]
     replica_groups = [range(index, world.size, dp_shard_size) for index in range(dp_shard_size)]

@@ -85,7 +85,7 @@ class Moment:
     def write(
         self, new: Tensor, work: Tensor, skip: Tensor | None = None, factor: float = 1.0
     ) -> None:
-        """Replace the numbers by `unit` times `new`, unless the scalar `skip` is true.
+        """Replace the numbers by `factor` times `new`, unless the scalar `skip` is true.
 
         `new` has the square roots for uint8 codes. `new` and `work` are overwritten.
         """

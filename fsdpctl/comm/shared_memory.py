@@ -116,7 +116,7 @@ class SharedCollectives(GlooCollectives):
         rows = [each[shard] for each in outboxes]
         rows[self.rank] = full[shard]
         wait = self._memory_waiter(_SENT, message.number, "gradients")
-        return LocalReduction(rows, 0, wait, self._mark_read)
+        return LocalReduction(rows, 0, wait_for_rows=wait, on_read=self._mark_read)
 
     def _reserve_message(self, nbytes: int) -> _Message | None:
         """Return a message at the first free offset, once all ranks have read its old contents.
@@ -152,7 +152,7 @@ class SharedCollectives(GlooCollectives):
 _PAGE = 4096
 _LINE = 64  # bytes between counters, so that ranks do not write to one cache line
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_WAIT, _WAKE_OP = 0, 5
+_WAIT, _WAKE_OP = 0, 5  # operations of the system call `futex`
 _ADD_ONE = 1 << 28 | 1 << 12  # FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)
 _CHECK_SECONDS = 0.5  # seconds after which a waiting rank checks whether the other ranks live
 _EVERYONE = 2**31 - 1
@@ -270,7 +270,7 @@ class SharedMemory:
 
     def _sleep(self, address: ctypes.c_void_p, value: int) -> None:
         """Wait until a counter differs from `value`, at most for `_CHECK_SECONDS`."""
-        timeout = ctypes.byref(_Timespec(0, int(_CHECK_SECONDS * 1e9)))
+        timeout = ctypes.byref(_Timespec(seconds=0, nanoseconds=int(_CHECK_SECONDS * 1e9)))
         _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, value, timeout, None, 0)
 
     def _check(self, rank: int, target: str, waited: float) -> None:

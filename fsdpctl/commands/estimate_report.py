@@ -239,7 +239,7 @@ def _notes_on_translation(imported: ImportedConfig) -> Iterator[str]:
     translation = imported.translation
     if imported.engine_reason:
         yield f"engine  fsdpctl: {imported.engine_reason}"
-    for row in translation.excluded:
+    for row in translation.not_estimated:
         yield f"differs {row.key}={row.value}: {row.note}"
     if translation.unrecognized:
         yield f"unknown may change the estimate: {', '.join(translation.unrecognized)}"

@@ -144,7 +144,7 @@ def show_verdicts(groups: list[tuple[Path, ...]], settings: list[str], *, requir
             continue
         verdicts.add(estimate.verdict)
         translation = imported.translation
-        left_out = [*(row.key for row in translation.excluded), *translation.unrecognized]
+        left_out = [*(row.key for row in translation.not_estimated), *translation.unrecognized]
         rest = f"; left out: {', '.join(left_out)}" if left_out else ""
         available = format_bytes(max(0, estimate.available))
         sizes = f"{format_bytes(estimate.peak_reserved)} of {available}"

@@ -33,7 +33,7 @@ def train(
     in one line and exits with the code of `fsdpctl train`.
 
     Args:
-        module: Any module with values; the values of rank 0 are trained.
+        module: A module that is not on the meta device; training starts from rank 0's parameters.
         loss: `loss(module, batch)` returns the sum of the losses of a batch, and the count by which
             the sum is divided, such as the number of samples, pixels or tokens. A third value, a
             dict of other sums by name, is optional: they are divided by the count and reported.
@@ -45,7 +45,7 @@ def train(
     """
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
-        with exit_on_error():
+        with exit_on_error():  # replaces the handlers
             if is_first_process():
                 DISPLAY.start(sys.stderr, "fsdpctl.train")
             from fsdpctl.launch.run import train_task

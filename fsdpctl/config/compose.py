@@ -207,9 +207,7 @@ def _split_setting(text: str) -> Setting:
     if text.startswith("-"):
         suggestion = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
         if name in TRAIN_OPTIONS:
-            raise UsageError(
-                f"{name}: not an option of this command; `fsdpctl train` has this option"
-            )
+            raise UsageError(f"{name}: not an option here; `fsdpctl train` has this option")
         advice = f"settings have the form KEY=VALUE{suggestion or hint(name, list(TRAIN_OPTIONS))}"
         raise UsageError(f"{text}: no such option; {advice}")
     is_hydra = name == "hydra" or name.startswith("hydra.")

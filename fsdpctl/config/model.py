@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.plan.attention_kernels import KERNELS, TRANSFORMERS
 
-# `data`, and the prefix of `model`, in config.yaml if a script passed the data and the module.
+# If a script passed its module and data, config.yaml has data=own and model=own:NAME.
 SCRIPT_DATA, SCRIPT_PREFIX = "own", "own:"
 NO_DECODER = (
     "a run of fsdpctl.train with a module of a script; expected a run of a decoder; "
-    "fsdpctl.load_checkpoint reads its weights"
+    "fsdpctl.load_checkpoint reads the module's weights"
 )
 MAX_TOKENS = 1 << 24  # largest vocabulary, 64 times the largest published one; longest sequence
 MAX_LAYERS, MAX_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published model
@@ -56,7 +56,7 @@ class ModelConfig:
 
     name: str = "llama_tiny"
     path: str | None = optional_key(
-        "hf: Hugging Face directory or Hub name, GGUF file, run or checkpoint", is_path=True
+        "for model=hf: Hugging Face directory, Hub name, GGUF file, run or checkpoint", is_path=True
     )
     init: str = key(
         "auto",
@@ -69,8 +69,8 @@ class ModelConfig:
     config_json: str | None = optional_key("the whole config.json", user_key="model.overrides")
     router_aux_loss: str = key(
         "model",
-        "auxiliary loss of routers; model: if config.json has output_router_logits; "
-        "global: with token counts of all ranks",
+        "auxiliary loss of routers; model: the model's, if config.json sets output_router_logits; "
+        "global: with the token counts of all ranks; none: no auxiliary loss",
         choices=("model", "global", "none"),
     )
     num_layers: int = key(4, "number of decoder blocks", within=(1, MAX_LAYERS))
@@ -87,7 +87,7 @@ class ModelConfig:
         user_key="data.new_tokens",
     )
     attention: str | None = auto_key(
-        "attention kernel; transformers: its own; auto: by the GPU",
+        "attention kernel; transformers: its own code; auto: flash, cudnn or efficient by GPU",
         choices=(*KERNELS, TRANSFORMERS),
     )
     trainable: str | None = optional_key(
@@ -98,7 +98,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     base_dtype: str | None = auto_key(
         "dtype of linear layers' frozen weights under model.lora: nf4 takes 0.516 bytes per "
-        "weight, int8 1.03; float32: as other tools load weights; auto: precision.param_dtype",
+        "weight, int8 1.03; float32: as TRL loads them; auto: precision.param_dtype",
         choices=("nf4", "int8", "float32"),
     )
     quantize_experts: bool = key(

@@ -38,7 +38,7 @@ def _source_per_position(shares: Sequence[float]) -> NDArray[np.intp]:
         counts[int(np.argmax(gaps))] += step
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(each) for each in counts])
-    bits = splitmix64((sources * PERIOD + numbers).astype(np.uint64), 1)
+    bits = splitmix64((sources * PERIOD + numbers).astype(np.uint64), key=1)
     offsets = (numbers + bits.astype(np.float64) / 2.0**64) / counts[sources]
     order: NDArray[np.intp] = sources[np.argsort(offsets, kind="stable")]
     return order

@@ -148,7 +148,7 @@ def _documents(entry: CacheEntry, split: str, packing: Packing, origin: str) -> 
     tokens, loss_mask, starts = (entry.arrays[each] for each in keys)
     checksum = "".join(entry.checksums[each] for each in keys)
     origin = origin if split == "train" else "the validation data"
-    return DocumentSet(tokens, loss_mask, starts, packing, origin, checksum)
+    return DocumentSet(tokens, loss_mask, starts, packing, origin=origin, checksum=checksum)
 
 
 def _first_prompt(documents: DocumentSet) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def _open(open_one: Callable[[DataConfig, str], DataSet], config: DataConfig, ke
 def _from_token_files(config: DataConfig, key: str) -> DataSet:
     path = str(config.path)
     isolates, validates = bool(config.packing), config.uses_validation_files
-    opened = open_token_files(path, key, config.format, validates=validates)
+    opened = open_token_files(path, key, config.format, with_validation=validates)
     files, val_files = opened.train, opened.validation
     train = concatenated(files, path, isolates=isolates)
     val = concatenated(val_files, path, isolates=isolates) if val_files else None

@@ -141,7 +141,7 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
         if files.kind == CHAT:
             for row, size, fraction in rows_in_spans(str(path), spans, TEXT_COLUMN):
                 assert isinstance(row.content, PlainText)
-                add(TextPiece(row.content.text, 0), size, fraction)
+                add(TextPiece(row.content.text, size=0), size, fraction)
             continue
         with open(open_regular(path, follow_links=True), "rb", buffering=0) as file:
             end = path.stat().st_size
@@ -152,7 +152,7 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
                 content = content if stop == end else content[: last_char_start(content)]
                 # Training skips a file that isn't text.
                 text = "" if text_problem(content) else content.decode()
-                add(TextPiece(text, 0, begins=not start, ends=stop == end), len(content))
+                add(TextPiece(text, size=0, begins=not start, ends=stop == end), len(content))
     return _estimate(parts, files, key)
 
 
@@ -194,7 +194,7 @@ def _estimate(
     fractions = [each.fraction for each in parts for _ in each.samples]
     figures = round(rate * size), float(size / num_bytes.sum()), fractions, error
     if packing is None:
-        return EstimatedData(TokenStream(tokens, None), *figures)
+        return EstimatedData(TokenStream(tokens, num_bytes=None), *figures)
     starts = np.cumsum([0, *(len(x) for x, _ in samples)], dtype=np.int64)
     loss_mask = np.concatenate([x for _, x in samples if x is not None])
     return EstimatedData(DocumentSet(tokens, loss_mask, starts, packing), *figures)

@@ -69,7 +69,7 @@ def pack_sequences(lengths: Sequence[int] | IntArray, capacity: int, seed: int) 
     sequence has documents from anywhere in the data.
     """
     count = len(lengths)
-    order = permute(np.arange(count, dtype=np.uint64), count, seed, 0).astype(np.int64)
+    order = permute(np.arange(count, dtype=np.uint64), count, seed, epoch=0).astype(np.int64)
     sequences: list[list[int]] = []
     for start in range(0, count, _WINDOW):
         window = sorted(order[start : start + _WINDOW].tolist(), key=lambda each: -lengths[each])
@@ -82,7 +82,7 @@ def _best_fit(
 ) -> list[list[int]]:
     """Put each document into the fullest sequence that still has room for it.
 
-    Bit N of `open_rows` is set if a sequence has room for exactly N tokens. So the lowest set bit
+    Bit N of `capacities` is set if a sequence has room for exactly N tokens. So the lowest set bit
     that is high enough names the sequence, without a search.
     """
     sequences: list[list[int]] = []

@@ -104,8 +104,8 @@ class _InspectedFile:
         num_tokens, rest = divmod(self.size - offset, dtype.itemsize)
         if rest or count not in (None, num_tokens):
             ids = "ids" if count is None else f"{count} ids"
-            problem = f"expected {ids} of {dtype.itemsize} bytes, found {self.size - offset} bytes"
-            raise self.error(f"truncated: {problem}")
+            size = self.size - offset
+            raise self.error(f"expected {ids} of {dtype.itemsize} bytes, got {size} bytes")
         if not num_tokens:
             raise self.error("contains no tokens")
         return TokenShard(self.path, dtype, num_tokens, offset, self.stamp, index)
@@ -121,15 +121,15 @@ class TokenFiles:
 
 
 def open_token_files(
-    path: str, key: str = "data.path", format_name: str = "auto", *, validates: bool = True
+    path: str, key: str = "data.path", format_name: str = "auto", *, with_validation: bool = True
 ) -> TokenFiles:
     """Open the token files at a path: a file, a directory, or a glob.
 
-    `validates`: open the validation files next to the training files, too. UsageError if there are
-    no token files, or if a file is damaged, has an unknown format, or has another tokenizer or
-    vocabulary than the first file.
+    `with_validation`: also open the validation files next to the training files. UsageError if
+    there are no token files, or if a file is damaged, has an unknown format, or has another
+    tokenizer or vocabulary than the first file.
     """
-    remote_files: dict[str, tuple[StoredFile, str]] = {}
+    remote_files: dict[str, tuple[StoredFile, str]] = {}  # path in the cache; str: version
     if is_remote(path, f"{key}={path}"):
         folder, remote_files = cache_descriptions(path, key)
         is_folder = not (path.endswith(TOKEN_SUFFIXES) or _GLOB.search(path))
@@ -143,7 +143,7 @@ def open_token_files(
     for folder in () if Path(path).is_file() else folders:
         if busy := next(folder.glob("*.progress.json"), None):
             raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
-    paths = [*data_files.files, *(data_files.validation if validates else ())]
+    paths = [*data_files.files, *(data_files.validation if with_validation else ())]
     token_files = _open_all(paths, key, format_name)
     if remote_files:
         token_files = [replace(x, shard=_in_store(x.shard, remote_files)) for x in token_files]
@@ -209,7 +209,7 @@ def _open(path: Path, names: Collection[str], key: str, format_name: str) -> Tok
         return token_file
     # datatrove writes loss masks in this form.
     mask_file = _inspect(Path(f"{path}{LOSS_MASK_SUFFIX}"), names, key)
-    shard = replace(token_file.shard, loss_mask=mask_file.shard("u1", 0, token_file.shard.count))
+    shard = replace(token_file.shard, loss_mask=mask_file.shard("u1", count=token_file.shard.count))
     checksum = f"{token_file.start_checksum} {mask_file.start_checksum}"
     return replace(token_file, shard=shard, start_checksum=checksum)
 
@@ -235,7 +235,7 @@ def _detect_format(file: _InspectedFile) -> str:
         return "numpy"
     raise file.error(
         f"the header {path.with_suffix('.json').name} is missing; `fsdpctl tokenize` turns text "
-        f"into a token file; for one of another program, set data.format="
+        f"into a token file; for a token file of another program, set data.format="
         f"{'|'.join(TOKEN_FORMATS[1:])}, and model.vocab_size or data.tokenizer=DIR"
     )
 
@@ -243,8 +243,7 @@ def _detect_format(file: _InspectedFile) -> str:
 def _fsdpctl(file: _InspectedFile) -> TokenFile:
     path = file.path.with_suffix(".json")
     content = read_json(path, dict[str, Any], follow_links=True)
-    noun = "the header of a token file"
-    check_version(content, TOKEN_FILE_FORMAT, noun, str(path), UsageError)
+    check_version(content, TOKEN_FILE_FORMAT, "the header of a token file", str(path), UsageError)
     header = as_type(content, _Header, str(path))
     dtype = TOKEN_DTYPES[header.dtype]
     if file.size != header.num_tokens * dtype.itemsize:
@@ -289,9 +288,11 @@ def _megatron(file: _InspectedFile) -> TokenFile:
     if boundaries[:1] != [0] or boundaries[-1] != sequences or boundaries != sorted(boundaries):
         raise UsageError(f"{path}: damaged: its documents do not have {sequences} sequences")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
-    selection = documents_start, documents
-    document_index = DocumentIndex(path, pointers, sequences, dtype.itemsize, selection)
-    shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)), document_index)
+    document_index = DocumentIndex(
+        path, offset=pointers, count=sequences, scale=dtype.itemsize,
+        selection=(documents_start, documents),
+    )  # fmt: skip
+    shard = file.shard(dtype, count=int(lengths.sum(dtype=np.int64)), index=document_index)
     return TokenFile(shard, "megatron", file.start_checksum)
 
 
@@ -306,14 +307,14 @@ def _datatrove(file: _InspectedFile) -> TokenFile:
     (count,) = struct.unpack("<Q", last)
     width = file.size // count if count else 0
     if width not in (2, 4) or file.size != count * width:
-        problem = f"expected {count} tokens by {path.name}, got {file.size} bytes"
-        raise file.error(f"truncated: {problem}")
+        raise file.error(f"expected {count} tokens by {path.name}, got {file.size} bytes")
     name = None
     if metadata_path.exists():
         with open(open_regular(metadata_path, follow_links=True), "rb") as metadata:
             line = metadata.readline(4096).decode("utf-8", "replace").strip()
-        name = line.rpartition("|")[0] or line
-    shard = file.shard(f"<u{width}", 0, count, DocumentIndex(path, 0, size // 8, 1))
+        name = line.rpartition("|")[0] or line  # NAME|BYTES_PER_ID, or NAME
+    index_of_ends = DocumentIndex(path, offset=0, count=size // 8, scale=1)
+    shard = file.shard(f"<u{width}", count=count, index=index_of_ends)
     name = None if name == "Unknown Tokenizer" else name
     return TokenFile(shard, "datatrove", file.start_checksum, tokenizer=name)
 
@@ -342,7 +343,7 @@ def _raw(file: _InspectedFile, name: str) -> TokenFile:
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     ids, size = np.frombuffer(start[: len(start) // 8 * 8], dtype), dtype.itemsize
-    is_small = ids < 4  # upper halves of ids of twice the width are small
+    is_small = ids < 4  # as every second number, if an id has twice the bytes: its upper half
     if len(ids) < 64:
         return ""
     if is_small[1::2].mean() > 0.99 and is_small[::2].mean() < 0.9:

@@ -1,8 +1,8 @@
 """A unit, its states, and its unshard buffer.
 
-Note: why addresses never change. Autograd saves views of parameters in forward. When a unit is
-gathered again for backward, its values return to the same storage at the same offset, so the saved
-views are valid again. In between, another unit may have used the unshard buffer.
+Note: why saved views stay valid. Autograd saves views of parameters in forward. When a unit is
+gathered again for backward, its values return to the same storage at the same offset, even if the
+storage has another address. In between, another unit may have used the unshard buffer.
 
 Note: why version counters change. Autograd checks that a saved parameter has the version that it
 had in forward. A freed unit has a version higher by one: a backward that would read memory of
@@ -72,7 +72,7 @@ class UnshardBuffer:
 
 
 class HostParamPool:
-    """A pool of pinned host memory for this rank's shards, and their copies to the device.
+    """Pinned host memory for this rank's shards, and the copies from it to the device.
 
     Before a unit is gathered, its shard is copied to its position in the unshard buffer, on a
     separate stream. The all-gather is in place and starts after that copy.
@@ -86,9 +86,10 @@ class HostParamPool:
         for (numel, dtype_name), count in Counter(shards).items():
             dtype = torch_dtype(dtype_name)
             tensors = self._unused.setdefault((numel, dtype), [])
-            for together in pinned_allocations(count, numel * dtype.itemsize):
-                slab = worker.allocate(together * numel, dtype, pinned=True)
-                tensors += slab.view(together, numel)
+            # Several shards share an allocation, since torch rounds its size to a power of two.
+            for num_shards in pinned_allocations(count, numel * dtype.itemsize):
+                slab = worker.allocate(num_shards * numel, dtype, pinned=True)
+                tensors += slab.view(num_shards, numel)
                 self.nbytes += slab.nbytes
 
     def copy_to_device(self, target: Tensor, shard: Tensor) -> CudaEvent:
@@ -165,7 +166,7 @@ def bytes_outside_unshard_buffers(units: Sequence[ShardedUnit]) -> int:
     buffers = [buffer for unit in units for buffer in unit.buffers]
     tensors = [buffer.param_shard for buffer in buffers if not buffer.is_on_host]
     for shard in (buffer.shard for buffer in buffers if not buffer.shard.is_on_host):
-        tensors += [x for x in (shard.master, shard.remainder) if x is not None]
+        tensors += [x for x in (shard.master, shard.remainder) if x is not None]  # lower bits
     storages = [tensor.untyped_storage() for tensor in tensors]
     # Masters may be views of stored parameters, and both may be views of unshard buffers.
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

@@ -48,7 +48,7 @@ class ImportedConfig:
             "rows": [asdict(row) for row in self.rows],
             "command_line": [f"{name}={text}" for name, text in self.command_line.items()],
             "overridden": sorted(self.overridden),
-            "excluded": [asdict(row) for row in translation.excluded],
+            "excluded": [asdict(row) for row in translation.not_estimated],
             "no_memory_effect": sorted(translation.source.no_memory_effect),
             "unrecognized": translation.unrecognized,
         }  # fmt: skip
@@ -127,7 +127,7 @@ def _hardware_rows(translation: Translation, typed: Mapping[str, str]) -> list[T
 
 def _program_rows(translation: Translation, config: Config) -> Iterator[TranslationRow]:
     """Yield the settings that imitate what the other tool does to memory."""
-    yield from translation.program
+    yield from translation.emulated
     if translation.uses_torch:
         engine = "ddp" if config.strategy.name == "no_shard" else "fsdp2"
         yield TranslationRow("(engine)", "", (f"engine={engine}",))

@@ -37,19 +37,19 @@ class Suggestion:
     """The changed settings of a run, and their cost."""
 
     values: KeyValues
-    cost: str  # the work that takes more time
+    extra_work: str  # the work that takes more time; empty: none
     plan: RunPlan  # with the changed settings
     effect: str = ""  # change of the training itself
     time: RunTime | None = None  # with the changed settings; None: not predicted
 
     @property
     def figures(self) -> str:
-        """The predicted time and cost, or a description of the cost; then the effect."""
-        cost = self.cost
+        """The predicted time and price, or else the additional work; then the effect."""
+        figures = self.extra_work
         if (time := self.time) is not None:
             totals = time.texts("gpu_hours", "cost")
-            cost = ", ".join([f"{three_digits(time.step_seconds)} s/step", *totals])
-        return "; ".join(filter(None, [cost, self.effect]))
+            figures = ", ".join([f"{three_digits(time.step_seconds)} s/step", *totals])
+        return "; ".join(filter(None, [figures, self.effect]))
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class Suggestion:
 class MemorySaving:
     """A setting that saves memory, and what it costs."""
 
-    cost: str
+    extra_work: str
     # The values for a plan, the last of which saves most; none if the setting does not apply.
     values: Callable[[RunPlan], Iterable[KeyValues]]
     effect: str = ""
@@ -71,17 +71,17 @@ class MemorySaving:
         """Yield a suggestion for each value that does not conflict with other settings."""
         for values in self.values(plan):
             with suppress(UsageError):
-                yield Suggestion(values, self.cost, changed_plan(plan, values), self.effect)
+                yield Suggestion(values, self.extra_work, changed_plan(plan, values), self.effect)
 
 
 def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.requested.changed(values)
-    # The kernel that `auto` selected depends on the dtype, which may have changed.
+    # `auto` selects a kernel by the dtype, which may have changed, but TRANSFORMERS by the model.
     if config.is_auto(_ATTENTION) and config.model.attention not in (None, TRANSFORMERS):
         has_gpu = config.cluster.name == LOCAL and torch.cuda.is_available()
         config = fill_auto(config.changed({_ATTENTION: None}), Stage.DECODER, AutoInputs(has_gpu))
-    return make_run_plan(config.with_strategy(config.strategy.name))  # drops keys it does not use
+    return make_run_plan(config.with_strategy(config.strategy.name))  # drops unused keys
 
 
 def _value_if(applies: bool, key: str, value: object) -> list[KeyValues]:
@@ -93,8 +93,8 @@ def _unless_set(config: Config, key: str, value: object) -> list[KeyValues]:
     return _value_if(is_unset, key, value)
 
 
-def _resets_passes(plan: RunPlan) -> dict[str, Any]:
-    """Return the value that makes the number of passes follow from the batch, if it was set."""
+def _unset_accumulation_steps(plan: RunPlan) -> dict[str, Any]:
+    """Return the value with which the number of micro-batches is computed, if it is set."""
     return {} if plan.requested.accumulation.steps is None else {"accumulation.steps": None}
 
 
@@ -126,8 +126,8 @@ def _full_shard(plan: RunPlan) -> list[KeyValues]:
 
 def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[KeyValues]:
     """Return the values for `sizes` of micro-batches that are below the size of a plan."""
-    passes, current = _resets_passes(plan), plan.batches.micro_batch_size
-    return [{"train.micro_batch_size": size, **passes} for size in sizes if size < current]
+    steps, current = _unset_accumulation_steps(plan), plan.batches.micro_batch_size
+    return [{"train.micro_batch_size": size, **steps} for size in sizes if size < current]
 
 
 def halves(plan: RunPlan) -> list[int]:
@@ -143,8 +143,8 @@ def _context_parallel(plan: RunPlan) -> Iterator[KeyValues]:
         return
     for count in range(2 * train.context_parallel, on_node + 1):
         if on_node % count == 0 and config.model.num_heads % count == 0:
-            values = {"train.context_parallel": count, **_resets_passes(plan)}
-            # Without a set size, a group would run its whole batch, larger than a rank's.
+            values = {"train.context_parallel": count, **_unset_accumulation_steps(plan)}
+            # If unset, the size would grow: ranks that share samples also run each other's samples.
             if plan.requested.train.micro_batch_size is None:
                 values["train.micro_batch_size"] = plan.batches.micro_batch_size
             yield values
@@ -186,10 +186,10 @@ def _param_offload(plan: RunPlan) -> list[KeyValues]:
     return _value_if(applies, "strategy.offload", str(on_host | Offload.PARAMS))
 
 
-def _offload(states: Offload, plan: RunPlan) -> list[KeyValues]:
-    """Return the value with which the host steps the optimizer, unless it does."""
+def _offload(added: Offload, plan: RunPlan) -> list[KeyValues]:
+    """Return the value with which the host steps the optimizer, if the device steps it now."""
     on_host = plan.config.strategy.offloaded
-    return _value_if(Offload.STATES not in on_host, "strategy.offload", str(on_host | states))
+    return _value_if(Offload.STATES not in on_host, "strategy.offload", str(on_host | added))
 
 
 def _adapters(plan: RunPlan) -> list[KeyValues]:
@@ -197,22 +197,21 @@ def _adapters(plan: RunPlan) -> list[KeyValues]:
     if config.model.lora.rank is not None or config.engine.name != FSDPCTL:
         return []
     nf4, full = {"model.base_dtype": "nf4"}, recomputation_values(plan, Recomputation("full"))
-    combined: tuple[KeyValues, ...] = ({}, full, nf4, {**nf4, **full})
-    return [{"model.lora.rank": _LORA_RANK, **each} for each in combined]
+    return [{"model.lora.rank": _LORA_RANK, **x} for x in ({}, full, nf4, {**nf4, **full})]
 
 
 def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
-    """Yield suggestions of 2, 4, 8 … times as many nodes, with a sample or more per group."""
+    """Yield suggestions of 2, 4, 8 … times the nodes; each rank has at least a part of a sample."""
     config = plan.config
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        groups = config.data_parallel_size * nodes // config.launch.nnodes
-        effect = f"{groups * train.context_parallel} ranks"
-        values = {"launch.nnodes": nodes, **_resets_passes(plan)}
-        if train.global_batch_size < groups:
-            values["train.global_batch_size"] = groups
-            effect += f", {groups} samples per step"
-        share = -(-max(train.global_batch_size, groups) // groups)
+        degree = config.data_parallel_size * nodes // config.launch.nnodes
+        effect = f"{degree * train.context_parallel} ranks"
+        values = {"launch.nnodes": nodes, **_unset_accumulation_steps(plan)}
+        if train.global_batch_size < degree:
+            values["train.global_batch_size"] = degree
+            effect += f", {degree} samples per step"
+        share = -(-max(train.global_batch_size, degree) // degree)
         size = plan.requested.train.micro_batch_size
         if size is not None and size > share:
             values["train.micro_batch_size"] = share

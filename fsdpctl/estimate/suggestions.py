@@ -179,7 +179,7 @@ def _with_savings(base: Suggestion, combined: Iterable[MemorySaving]) -> Suggest
             values = {k: v for k, v in values.items() if k not in suggestion.values}
             values |= suggestion.values
             plan = suggestion.plan
-            costs.append(suggestion.cost)
+            costs.append(suggestion.extra_work)
             effects.append(suggestion.effect)
     cost, effect = ("; ".join(filter(None, x)) for x in (costs, [*effects, base.effect]))
     return Suggestion({**values, **base.values}, cost, plan, effect)

@@ -62,10 +62,10 @@ def read_training(target: Translation, *, adapts: bool) -> None:
     for plugin in plugins.items if plugins else ():
         name = plugin.rpartition(".")[2]
         if name and name.removesuffix("Plugin") not in _SAME_LOSS_PLUGINS:
-            target.refuse(SourceKey("plugins", name), "", "may train something else")
+            target.refuse(SourceKey("plugins", name), name="", why="may train something else")
     for key in _OTHER_LOSSES:
         if (changed := target.value(key)) and not changed.is_off:
-            target.refuse(changed, "", "trains something else")
+            target.refuse(changed, name="", why="trains something else")
     if adapts:
         target.add_same({"lora_alpha": "model.lora.alpha"})
     steps = hf.read_hugging_face_training(target, adapts=adapts)

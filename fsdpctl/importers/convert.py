@@ -61,6 +61,7 @@ def to_recipe(target: Translation, settings: Settings, num_ranks: int) -> Conver
     typed = without_shorthands(settings)
     replaced = {*typed, *(BATCH_KEYS if typed.keys() & BATCH_KEYS else ())}
     groups = tuple(f"{name}." for name in typed if name in GROUPS)
+    # A typed option also replaces the file's keys for it, except keys that any option may have.
     rows_by_name = {
         name: TranslationRow(row.key, row.value, (setting,), row.note)
         for row in rows_of(target, typed, num_ranks)
@@ -75,10 +76,11 @@ def to_recipe(target: Translation, settings: Settings, num_ranks: int) -> Conver
     order = {name: number for number, name in enumerate(SECTIONS)}
     names = sorted(rows_by_name, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
     missing = tuple(
-        each
-        for each in (*target.missing, *target.missing_for_training)
-        if each[0] not in typed and not (target.model is not None and each[0] == "model")
-        if each[0] != "data.train_on" or typed.get("data", CHAT) == CHAT
+        (name, why)
+        for name, why in (*target.missing, *target.missing_for_training)
+        # A model in the file is only missing for estimates: the recipe has its name.
+        if name not in typed and not (name == "model" and target.model is not None)
+        if name != "data.train_on" or typed.get("data", CHAT) == CHAT  # only valid with chats
     )
     rows = tuple(rows_by_name[name] for name in names)
     return ConvertedRecipe(target.tool, rows, tuple(_left_out(target)), missing)
@@ -108,13 +110,14 @@ def _rank_rows(target: Translation, settings: Settings, num_ranks: int) -> Itera
     replicas does not divide the number of ranks.
     """
     context_parallel, degrees = int(settings.get("train.context_parallel", "1")), target.degrees
+    # If `shard` is -1, for all remaining ranks, the file does not set the number of ranks.
     if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in settings:
-        is_known = "cluster" in settings and "launch.nnodes" not in settings
-        on_node = num_ranks if is_known else _RANKS_OF_NODE
+        is_one_node = "cluster" in settings and "launch.nnodes" not in settings
+        node_ranks = num_ranks if is_one_node else _RANKS_OF_NODE
         total = degrees.replicate * degrees.shard * context_parallel
-        nodes = 1 if total % on_node else total // on_node  # 1 if the ranks do not fill nodes
+        nodes = 1 if total % node_ranks else total // node_ranks  # 1 if the ranks do not fill nodes
         ranks_of_file = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
-        note = f"on nodes of {on_node}" if nodes > 1 else ""
+        note = f"on nodes of {node_ranks}" if nodes > 1 else ""
         yield (row := TranslationRow(*degrees.key_and_text, ranks_of_file, note))
         settings = {**settings_of([row]), **settings}
     ranks, origin = num_ranks, " on this machine; change the size for other machines"
@@ -131,26 +134,27 @@ def _rank_rows(target: Translation, settings: Settings, num_ranks: int) -> Itera
 def _batch(
     target: Translation, batch: SourceBatch, settings: Settings, data_parallel: int, origin: str
 ) -> Iterator[TranslationRow]:
-    typed = _whole(settings, "train.micro_batch_size")
-    steps = _whole(settings, "accumulation.steps")
-    micro, passes = typed or batch.micro or batch.default_micro, steps or batch.accumulation or 1
+    typed_size = _whole_number(settings, "train.micro_batch_size")
+    steps = _whole_number(settings, "accumulation.steps")
+    micro = typed_size or batch.micro or batch.default_micro
+    passes = steps or batch.accumulation or 1
     key_and_text, note = target.batch_key_and_text, ""
     if batch.micro is None:
-        is_known = target.tool != "accelerate"  # with accelerate, the script sets it
-        key_and_text = (batch.keys[0] if is_known else "(micro-batch)", "(not set)")
-        note = f"the default of {target.tool}" if is_known else "set it as in the script"
+        has_default = target.tool != "accelerate"  # with accelerate, the script sets it
+        key_and_text = (batch.keys[0] if has_default else "(micro-batch)", "(not set)")
+        note = f"the default of {target.tool}" if has_default else "set it as in the script"
     yield TranslationRow(*key_and_text, (f"train.micro_batch_size={micro}",), note)
     # A typed micro-batch keeps the file's samples per step, unless accumulation.steps is typed too.
-    each = micro if steps else batch.micro or micro
-    note = f"{each} * {passes} * {data_parallel} rank{'s' if data_parallel > 1 else ''}{origin}"
-    total, note = (batch.samples, "") if batch.samples else (each * passes * data_parallel, note)
+    size = micro if steps else batch.micro or micro
+    note = f"{size} * {passes} * {data_parallel} rank{'s' if data_parallel > 1 else ''}{origin}"
+    total, note = (batch.samples, "") if batch.samples else (size * passes * data_parallel, note)
     yield TranslationRow(*target.batch_key_and_text, (f"train.global_batch_size={total}",), note)
 
 
 def _strategy_row(
     target: Translation, degrees: RankDegrees, context_parallel: int, ranks: int
 ) -> TranslationRow:
-    # Ranks that share a sample also share the shards.
+    # The model is also sharded over the ranks that share a sample.
     replicate, shard = degrees.replicate, degrees.shard * context_parallel
     if replicate < 1 or ranks % replicate:
         raise UsageError(
@@ -167,7 +171,7 @@ def _strategy_row(
     return TranslationRow(*degrees.key_and_text, tuple(settings), f"of {ranks} ranks")
 
 
-def _whole(settings: Settings, name: str) -> int | None:
+def _whole_number(settings: Settings, name: str) -> int | None:
     text = settings.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -175,12 +179,12 @@ def _whole(settings: Settings, name: str) -> int | None:
 def _left_out(target: Translation) -> Iterator[str]:
     for row in target.left_out:
         yield f"{row.key}{f'={row.value}' if row.value else ''}: {row.note}"
-    for row in target.excluded:  # notes: "estimated as …; the estimate is too high"
+    for row in target.not_estimated:  # noted as "estimated as X; the estimate is too high"
         why = row.note.partition("; the estimate")[0].replace("estimated", "trained")
         yield f"{row.key}={row.value}: {why}"
     if target.unrecognized:
         yield f"unknown: {', '.join(target.unrecognized)}"
-    rows = (*target.left_out, *target.rows, *target.program, *target.excluded)
+    rows = (*target.left_out, *target.rows, *target.emulated, *target.not_estimated)
     named = {key.strip() for row in rows for key in row.key.split(",")}
     named |= {why.partition(":")[0] for _, why in target.missing_for_training}
     unnamed = [each for each in target.source.all_keys() if each.key not in named]
@@ -207,7 +211,7 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"
-        note = "" if "estimate" in row.note else row.note  # notes on estimates name them
+        note = "" if "estimate" in row.note else row.note  # a recipe is for training
         comment = _one_line(f"{origin}; {note}" if note else origin)
         quoted = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
         line = f"{f'{name}: {quoted}':<44}  # {comment}"
@@ -222,8 +226,7 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
             lines.append(f"{name}: {MISSING}")
     if recipe.left_out:
         lines += ["", "# Left out:"]
-        for each in recipe.left_out:
-            lines += _comment(each, "  ")
+        lines += [line for each in recipe.left_out for line in _comment(each, "  ")]
     return "\n".join(lines) + "\n"
 
 

@@ -37,7 +37,7 @@ def read_other_tool(path: Path, other: Path | None = None) -> Translation:
         source = SourceConfig(source.file, source.content, second)
     fused = {each.key for each in source.peek() if each.key in _FUSED_NORMS and each.is_on}
     target = _READERS[tool](source)
-    if "engine.program" in settings_of(target.program):
+    if "engine.program" in settings_of(target.emulated):
         return target
     if not fused:
         target.emulate("(norms)", "", "engine.program=transformers", "of transformers")

@@ -194,7 +194,7 @@ def read_deepspeed_training(target: Translation) -> None:
     if betas is not None and len(betas.items) == 2:
         beta1, beta2 = betas.items
         target.add_training(betas, f"optimizer.beta1={beta1}", f"optimizer.beta2={beta2}")
-    batch = target.batch or SourceBatch((), None)
+    batch = target.batch or SourceBatch(keys=(), micro=None)
     micro, passes = batch.micro or batch.default_micro, batch.accumulation or 1
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     for key, size in zip(keys, (micro, passes, batch.samples), strict=True):

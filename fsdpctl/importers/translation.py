@@ -69,8 +69,8 @@ class Translation:
     training_keys: tuple[str, ...] = ()  # patterns of keys that change the training
     rows: list[TranslationRow] = field(default_factory=list)  # settings of the recipe
     # Memory use of the other program: settings that only estimates have, and notes.
-    program: list[TranslationRow] = field(default_factory=list)
-    excluded: list[TranslationRow] = field(default_factory=list)  # keys that estimates ignore
+    emulated: list[TranslationRow] = field(default_factory=list)
+    not_estimated: list[TranslationRow] = field(default_factory=list)  # keys that estimates ignore
     left_out: list[TranslationRow] = field(default_factory=list)  # keys that the training ignores
     unrecognized: list[str] = field(default_factory=list)
     # Settings that the command line must have, with the reason.
@@ -109,12 +109,12 @@ class Translation:
         for name, why in _invalid(settings):
             self.missing.append((name, f"{key_and_text[0]}: {why}"))
             return
-        rows = self.rows if settings else self.program
+        rows = self.rows if settings else self.emulated
         rows.append(TranslationRow(*key_and_text, settings, note))
 
     def emulate(self, key: str, value: str, setting: str, note: str = "") -> None:
         """Add a setting that describes memory use of the tool, for estimates alone."""
-        self.program.append(TranslationRow(key, value, (setting,), note))
+        self.emulated.append(TranslationRow(key, value, (setting,), note))
 
     def add_training(
         self, value: SourceKey, *settings: str, note: str = "", decides: bool = True
@@ -159,7 +159,7 @@ class Translation:
 
     def exclude(self, value: SourceKey, why: str) -> None:
         """Record that the estimate ignores `value`."""
-        self.excluded.append(TranslationRow(value.key, value.text, note=why))
+        self.not_estimated.append(TranslationRow(value.key, value.text, note=why))
 
     def leave_out(self, value: SourceKey, why: str) -> None:
         """Record that the training ignores `value`."""

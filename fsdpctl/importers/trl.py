@@ -152,7 +152,7 @@ def _read_training(target: Translation) -> None:
     _read_data(target)
     hf.read_comparisons(target)
     if (loss := target.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
-        target.refuse(loss, "", "not the loss of fsdpctl, cross-entropy")
+        target.refuse(loss, name="", why="not the loss of fsdpctl, cross-entropy")
 
 
 def _read_data(target: Translation) -> None:

@@ -137,7 +137,7 @@ def inspect_run_dir(
     new_run_dir = new_run_dir or _new_run_dir(Path(str(config.train.run_dir)), remote)
     config = config.changed({"train.run_dir": str(new_run_dir)})
     if resume == "never":
-        return RunDirState(config, StartKind.NEW, 0)
+        return RunDirState(config, StartKind.NEW, step=0)
     source = open_checkpoint(resume)
     previous, current = source.manifest.config, to_settings(config)
     if changes := _changed_architecture(previous, current):
@@ -193,7 +193,7 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
         settings = uploaded.manifest.config
         stored_config = config_of_checkpoint(settings, uploaded.url, is_decoder=False)
     else:
-        return RunDirState(config, StartKind.NEW, 0, notes=_note_on_latest(run_dir, config))
+        return RunDirState(config, StartKind.NEW, step=0, notes=_note_on_latest(run_dir, config))
     previous, current = to_settings(stored_config), to_settings(config)
     if is_run:
         _check_same_run(f"train.run_dir={run_dir}", run_dir, previous, current)

@@ -1,7 +1,7 @@
 """The lock of a run directory, and heartbeat.json, whose age shows whether the run is alive.
 
-Note: readers of a run do not acquire the lock. Even if they hold it briefly, a launcher may fail to
-start, and some network file systems do not support locks.
+Note: commands that only read a run do not acquire the lock. While they held it, a launcher could
+not start, and some network file systems do not support locks.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class HeartbeatRecord:
     pid: Pid  # process of rank 0
     time: Seconds  # when this was written, since the epoch
     state: str = RUNNING
-    message: str = ""  # why the run ended before its last step
+    message: str = ""  # why the run stopped before its last step
     step: Count | None = None  # steps completed; None before the first
     seconds_per_step: Seconds | None = None  # including everything between steps
     cause: str = ""  # the failure that the launcher found
@@ -97,7 +97,7 @@ def check_not_running(run_dir: Path) -> None:
 
 
 def _is_same_process(pid: int, wrote_at: float) -> bool:
-    """Return whether a process runs that may have written at a time: its id may be reused."""
+    """Return whether `pid` is the process that wrote then, not a later one with the same id."""
     try:
         process = psutil.Process(pid)
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
@@ -128,7 +128,7 @@ class RunLock:
         """Lock the run directory for this launcher.
 
         If processes of a killed launcher remain, call `on_wait()` and wait for them to exit.
-        UsageError if another launcher is alive, or one of its ranks does not exit.
+        UsageError if another launcher is alive, or a process of a killed one does not exit.
         """
         deadline, has_called = time.monotonic() + _WIND_DOWN_SECONDS, False
         while not self._try(fcntl.LOCK_EX):
@@ -140,12 +140,12 @@ class RunLock:
             # Without access to the processes that hold the lock, the number in the file decides.
             is_alive = launcher in holders if holders else psutil.pid_exists(launcher)
             if is_alive or time.monotonic() > deadline:
-                problem = f"in use by a running launcher (process {launcher})"
-                if holders and not is_alive:
+                problem = "in use by a process of another user, host or container"
+                if is_alive:
+                    problem = f"in use by a running launcher (process {launcher})"
+                elif holders:
                     kill = f"kill -9 {' '.join(map(str, holders))}"
-                    problem = (
-                        f"in use by an earlier launcher's processes; to end them, run `{kill}`"
-                    )
+                    problem = f"in use by an earlier launcher's processes; run `{kill}`"
                 raise UsageError(f"train.run_dir={self._path.parent}: {problem}")
             if not has_called:
                 on_wait()
@@ -195,7 +195,7 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None] = lambda: None) -> R
     is not writable, full or in use.
     """
     with os_errors_as(f"train.run_dir={run_dir}"):
-        while True:  # until no failed launcher deletes the file before it is locked
+        while True:  # again if a launcher that failed deleted the file before it was locked
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = RunLock(run_dir)
             try:

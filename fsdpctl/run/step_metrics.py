@@ -90,7 +90,7 @@ class ModelFlops:
 
 def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
     if config.model.is_script_module:
-        return ModelFlops(0, None)
+        return ModelFlops(per_token=0, peak=None)
     per_token = flops_per_token(config.model, count_active_parameters(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     gpu = None

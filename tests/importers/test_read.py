@@ -73,7 +73,7 @@ def test_all_keys_of_an_axolotl_file_are_recognized():
     assert (config.precision.name, config.activation_checkpointing.name) == ("bf16", "full")
     assert (config.data.name, config.data.packing) == ("chat", None)
     assert (config.prefetch.name, batches.loss_chunk_tokens) == ("backward", 0)
-    assert (imported.translation.unrecognized, imported.translation.excluded) == ([], [])
+    assert (imported.translation.unrecognized, imported.translation.not_estimated) == ([], [])
     assert {
         "learning_rate",
         "wandb_name",
@@ -92,7 +92,7 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert (config.train.loss_chunk_tokens, config.model.base_dtype) == (None, "nf4")
     assert (config.optimizer.name, config.optimizer.state_dtype) == ("adamw", "int8")
     assert config.activation_checkpointing.offload
-    assert imported.translation.excluded == []
+    assert imported.translation.not_estimated == []
     notes = {row.key: row.note for row in imported.rows}
     assert "of the recomputed layer" in notes["liger_rms_norm"]
     assert config.strategy.offload == "all"
@@ -496,5 +496,5 @@ def test_files_are_never_executed(tmp_path):
 ])  # fmt: skip
 def test_what_estimates_leave_out(tmp_path, lines, left_out):
     imported = import_file(written(tmp_path, f"{AXOLOTL}{lines}\n"))
-    assert {row.key for row in imported.translation.excluded} == left_out
+    assert {row.key for row in imported.translation.not_estimated} == left_out
     assert imported.translation.unrecognized == []
