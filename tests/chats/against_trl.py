@@ -1,4 +1,4 @@
-"""Loss masks beside those of TRL: `python -m tests.chats.against_trl TRL/trl/chat_templates`."""
+"""Compare loss masks with TRL's: `python -m tests.chats.against_trl TRL/trl/chat_templates`."""
 
 import re
 import sys
@@ -38,9 +38,7 @@ def outcome(folder: Path, name: str, kind: str, plain: str, marked: str) -> str:
     for token, one, other in zip(tokens, mask, result.train.loss_mask.tolist(), strict=True):
         if bool(one) != other:
             differing[other].append(token)
-    ours, trl = (
-        result.tokenizer.decode(each, skip_special_tokens=False) for each in differing.values()
-    )
+    ours, trl = (result.tokenizer.decode(x, skip_special_tokens=False) for x in differing.values())
     return f"only TRL trains {trl!r}, only fsdpctl {ours!r}" if ours or trl else "equal"
 
 

@@ -29,10 +29,11 @@ class Family:
     bos: str | None
     eos: str
     is_metaspace: bool = False
-    swallows: tuple[str, ...] = ()  # controls that take the space behind them, as Phi-3's do
+    swallows: tuple[str, ...] = ()  # control tokens that strip the space after them
 
 
-_CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+_END_OF_TEXT = "<|endoftext|>"
+_CHATML = ("<|im_start|>", "<|im_end|>", _END_OF_TEXT)
 _LLAMA3 = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>",
@@ -51,18 +52,16 @@ FAMILIES = {
     "llama2": Family(("<s>", "</s>"), "<s>", "</s>", is_metaspace=True),
     "llama3": Family(_LLAMA3, "<|begin_of_text|>", "<|eot_id|>"),
     "llama32": Family(_LLAMA3, "<|begin_of_text|>", "<|end_of_text|>"),
-    "qwen25": Family(_CHATML, None, "<|endoftext|>"),
+    "qwen25": Family(_CHATML, None, _END_OF_TEXT),
     "qwen3": Family(_CHATML, None, "<|im_end|>"),
     "mistral_v1": Family(("<s>", "</s>"), "<s>", "</s>", is_metaspace=True),
     "mistral_v3": Family(_MISTRAL, "<s>", "</s>", is_metaspace=True),
     "mistral_v7": Family(_MISTRAL, "<s>", "</s>"),
     "gemma2": Family(_GEMMA, "<bos>", "<eos>"),
     "gemma3": Family(_GEMMA, "<bos>", "<eos>"),
-    "phi3": Family(
-        ("<s>", "<|endoftext|>", *_PHI), "<s>", "<|endoftext|>", True, ("<|assistant|>",)
-    ),
-    "phi4": Family((*_CHATML, "<|im_sep|>"), "<|endoftext|>", "<|im_end|>"),
-    "phi4_mini": Family(("<|endoftext|>", *_PHI), "<|endoftext|>", "<|endoftext|>"),
+    "phi3": Family(("<s>", _END_OF_TEXT, *_PHI), "<s>", _END_OF_TEXT, True, ("<|assistant|>",)),
+    "phi4": Family((*_CHATML, "<|im_sep|>"), _END_OF_TEXT, "<|im_end|>"),
+    "phi4_mini": Family((_END_OF_TEXT, *_PHI), _END_OF_TEXT, _END_OF_TEXT),
     "zephyr": Family(("<s>", "</s>"), "<s>", "</s>", is_metaspace=True),
     "deepseek_r1": Family(
         ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
@@ -70,13 +69,13 @@ FAMILIES = {
         "<｜end▁of▁sentence｜>",
     ),
     "gpt_oss": Family(
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|endoftext|>"),
-        "<|endoftext|>",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", _END_OF_TEXT),
+        _END_OF_TEXT,
         "<|return|>",
     ),
 }
-# How a template that writes all roles alike is split so that an answer can be marked: what is
-# replaced, what comes before the answer, the answer, what comes behind it.
+# Edits that mark answers in templates that render all roles alike: the replaced text, the text
+# before the answer, the answer, the text after it.
 _SPLIT = {
     "chatml": (
         r"{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}",
@@ -148,12 +147,12 @@ def _trained(is_metaspace: bool) -> str:
     else:
         tokenizer.decoder = decoders.ByteLevel()
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = []  # the bytes are no control tokens
+    content["added_tokens"] = []  # bytes are not control tokens
     return json.dumps(content)
 
 
 def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Path:
-    """Write the family's tokenizer with its template, another one, or none (empty)."""
+    """Write the family's tokenizer with its chat template, or with `template` ("": none)."""
     family = FAMILIES[name]
     tokenizer = Tokenizer.from_str(_trained(family.is_metaspace))
     tokenizer.add_special_tokens([

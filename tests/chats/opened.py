@@ -14,9 +14,7 @@ from tests.chats.families import write_lines, write_tokenizer
 DATE = "2026-01-31"
 
 
-def opened(
-    folder: Path, name: str, rows: list[Any], template: str | None = None, **kwargs: Any
-) -> Any:
+def opened(folder: Path, name: str, rows: Any, template: str | None = None, **kwargs: Any) -> Any:
     """Open rows with the template of the family, or with `template`."""
     tokenizer = write_tokenizer(folder / "tokenizer", name, template)
     file = write_lines(folder / "chats.jsonl", rows)
@@ -35,6 +33,6 @@ def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str
 
 
 def trained_of(folder: Path, name: str, rows: list[Any], **kwargs: Any) -> list[list[str]]:
-    """Return the trained spans of rows, opened by `opened`."""
+    """Return the trained spans of each row as text."""
     data = opened(folder, name, rows, **kwargs)
     return trained_texts(data.train, data.tokenizer)

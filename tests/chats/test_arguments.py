@@ -1,4 +1,4 @@
-"""The form in which a template gets the arguments of calls."""
+"""The form in which templates receive the arguments of tool calls."""
 
 import json
 import re

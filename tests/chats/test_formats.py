@@ -74,7 +74,7 @@ def test_errors_name_the_file_and_the_line(line, tmp_path):
     assert len(str(caught.value)) < 400
 
 
-# The text of axolotl's documentation of `type: alpaca`, whose answer it tokenizes apart.
+# The text in axolotl's documentation of `type: alpaca`: axolotl tokenizes the answer separately.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{asked}\n\n### Response:\n",

@@ -23,7 +23,7 @@ def numbered(count: int, first: int = 0, arg: str = "ok") -> list[dict[str, Any]
     return [{"messages": say(f"say {n}", f"{arg} {n}")} for n in range(first, first + count)]
 
 
-def said_in(part, tokenizer):
+def texts_in(part, tokenizer):
     return [text for texts in trained_texts(part, tokenizer) for text in texts]
 
 
@@ -34,8 +34,8 @@ def cached_folder():
 
 def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
-    monkeypatch.setattr(chat_tokens, "render_chats", None)  # would be called to render again
-    with monkeypatch.context() as same:  # files, which are not read again
+    monkeypatch.setattr(chat_tokens, "render_chats", None)  # rendering again would fail
+    with monkeypatch.context() as same:  # reading the file again would fail
         same.setattr("tests.chats.opened.write_lines", lambda file, rows: file)
         for module in (token_cache, open_chats):
             same.setattr(module, "_checksum", None)
@@ -92,8 +92,8 @@ def test_keys_are_named_once_per_file(tmp_path):
         data = opened(tmp_path, name, rows)
         assert opened(tmp_path, name, rows).notes == data.notes  # from the cache
         ignored = "messages[].weird? (1 row), source (1 row)"
-        if name == "qwen25":  # which writes tools
-            assert "1000000000000000000000" in said_in(data.train, data.tokenizer)[0]
+        if name == "qwen25":  # its template renders tools
+            assert "1000000000000000000000" in texts_in(data.train, data.tokenizer)[0]
             expected = f"functions (1 row), {with_keys}"
         else:
             ignored, expected = f"functions (1 row), {ignored}", with_keys
@@ -107,10 +107,10 @@ def test_keys_are_named_once_per_file(tmp_path):
 def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
     few = opened(tmp_path, "chatml", numbered(60), val_fraction=0.2)
     more = opened(tmp_path, "chatml", [*numbered(60, 500), *numbered(60)], val_fraction=0.2)
-    held = set(said_in(few.val, few.tokenizer))
+    held = set(texts_in(few.val, few.tokenizer))
     assert 0 < len(held) < 30
-    assert held <= set(said_in(more.val, more.tokenizer))
-    assert not held & set(said_in(more.train, more.tokenizer))
+    assert held <= set(texts_in(more.val, more.tokenizer))
+    assert not held & set(texts_in(more.train, more.tokenizer))
     assert few.val is not None
     assert len(few.train) + len(few.val) == 60
 
@@ -124,7 +124,7 @@ def test_a_file_can_validate_instead(tmp_path):
     data = opened(tmp_path, "chatml", numbered(4), val_path=str(tmp_path / "held.jsonl"))
     assert data.val is not None
     assert (len(data.train), len(data.val)) == (4, 3)
-    assert "ok 900" in said_in(data.val, data.tokenizer)[0]
+    assert "ok 900" in texts_in(data.val, data.tokenizer)[0]
 
 
 def test_chats_are_mixed_by_share_of_sequences(tmp_path):
@@ -155,8 +155,8 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
         data: Any = open_data(config)
     assert seen[-1].text().startswith("tokenizing: 70 conversations")
     assert len(data.train) == 70
-    # In the order of the file, however many processes there are.
-    assert [text.split()[1][:2].strip("<") for text in said_in(data.train, data.tokenizer)] == [
+    # Rows keep the order of the file with any number of processes.
+    assert [text.split()[1][:2].strip("<") for text in texts_in(data.train, data.tokenizer)] == [
         str(n) for n in range(70)
     ]
 

@@ -84,11 +84,9 @@ def test_all_tokens_of_a_last_character_are_trained_on(tmp_path):
         "{% endgeneration %}{% endfor %}"
     )
     data = opened(tmp_path, "chatml", [{"messages": messages}], marked)
-    theirs = with_transformers(tmp_path / "tokenizer", messages, return_assistant_tokens_mask=True)[
-        "assistant_masks"
-    ]
-    ours = data.train.loss_mask.tolist()
-    missed = [at for at, (one, two) in enumerate(zip(ours, theirs, strict=True)) if one != two]
+    theirs = with_transformers(tmp_path / "tokenizer", messages, return_assistant_tokens_mask=True)
+    ours, masks = data.train.loss_mask.tolist(), theirs["assistant_masks"]
+    missed = [at for at, (one, two) in enumerate(zip(ours, masks, strict=True)) if one != two]
     assert (missed, ours[-4:]) == ([len(ours) - 3, len(ours) - 2, len(ours) - 1], [True] * 4)
 
 

@@ -1,4 +1,4 @@
-"""Rows in the spellings of other programs: the conversation that they mean, or a refusal."""
+"""Rows in the spellings of other programs: each is read as a conversation, or refused."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ def share(role: str, value: Any, **keys: Any) -> dict[str, Any]:
 
 
 def talk(**keys: Any) -> dict[str, Any]:
-    """A row of one turn, with keys of the answer."""
+    """Return a row of one turn; its answer has the keys."""
     return {"messages": [user(), answer(**keys)]}
 
 
@@ -49,7 +49,7 @@ def means(
     *messages: dict[str, Any], trained: list[bool] | None = None, tools: list[Any] | None = None,
     ignored: str = "",
 ) -> tuple[Chat, set[str]]:  # fmt: skip
-    """Return what a row means, and the keys that are reported as ignored."""
+    """Return the expected chat of a row, and the keys that are reported as ignored."""
     return Chat(list(messages), trained or [True] * len(messages), tools), set(ignored.split())
 
 

@@ -1,4 +1,4 @@
-"""Where templates are found, what they can use, and what is blocked."""
+"""Files that templates come from, what templates can use, and what is blocked."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The processes that templates run in, also if they don't reply."""
+"""Processes that render templates, also if a process does not reply."""
 
 from unittest.mock import Mock
 

@@ -22,7 +22,7 @@ from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import opened, trained_of, trained_texts
 
 TALK = say("hello", "good \nday", "why", "because")
-# The token that ends assistant messages, and families; then the trained texts of each sample.
+# The token that ends assistant messages: the families that use it.
 ENDS = {
     "<|im_end|>": "chatml smollm2 qwen25 phi4", " </s>": "llama2", "<|eot_id|>": "llama3 llama32",
     "</s>": "mistral_v1 mistral_v3 mistral_v7 zephyr", "<end_of_turn>": "gemma2 gemma3",
@@ -51,10 +51,9 @@ def test_located_messages_equal_generation_blocks(name, tmp_path):
     located = opened(tmp_path / "found", name, rows)
     marked = opened(tmp_path / "marked", name, rows, template_of(name, marked=True))
     assert located.train.tokens.tolist() == marked.train.tokens.tolist()
-    differing = located.train.loss_mask != marked.train.loss_mask
-    # Phi-3's marks have two tokens for the line's end behind each answer, its last token, and the
-    # control token ahead of the first, which swallowed the space that the answer begins with.
-    assert differing.sum() == (6 if name == "phi3" else 0)
+    # Phi-3's blocks also mark two tokens of the line break after each answer, the last token, and
+    # the control token before the first answer, which strips the answer's leading space.
+    assert (located.train.loss_mask != marked.train.loss_mask).sum() == 6 * (name == "phi3")
 
 
 ODD = ["\n\n lines \n", "  spaced ", "🙂", *FILLERS[:2]]
@@ -145,12 +144,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["object", "text"]
-)
+@pytest.mark.parametrize("args", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["object", "text"])
 @pytest.mark.parametrize("name", CALLS)
-def test_tool_calls_are_trained_on_and_their_results_are_masked(name, arguments, tmp_path):
-    texts = trained_of(tmp_path, name, [{"messages": with_call(arguments)}])
+def test_tool_calls_are_trained_on_and_their_results_are_masked(name, args, tmp_path):
+    texts = trained_of(tmp_path, name, [{"messages": with_call(args)}])
     assert [each.strip() for each in texts[0]] == [each.strip() for each in CALLS[name]]
 
 
@@ -251,13 +248,11 @@ def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
     named = {"bos_token": family.bos or "", "eos_token": family.eos}
     controls = re.compile("|".join(map(re.escape, family.controls)))
     chat = Chat(say(*texts[: len(texts) // 2 * 2]), [True] * (len(texts) // 2 * 2))
-    variants = []
+    pair = []
     for marked in (False, True):
         renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
-        variants.append(
-            samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples
-        )
-    (located,), (expected,) = variants
+        pair.append(samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples)
+    (located,), (expected,) = pair
     assert (located.text, located.spans) == (expected.text, expected.spans)
 
 
@@ -265,7 +260,7 @@ TWO_ENDS = {
     # Cohere's two tokens, for which each answer is `good` or `better`
     "{% for m in messages %}{{ '<|turn|>' + m.role + ':' + m.content + '<|end|><|eot|>' }}"
     "{% endfor %}": ["good<|end|><|eot|>", "better<|end|><|eot|>"],
-    # a line between them, and thoughts that later turns drop
+    # a newline between them, and thoughts that later turns drop
     "{% for m in messages %}{{ '<|turn|>' + m.role + ':' + ('' if loop.last else '</t>') }}"
     "{{ m.content + '<|end|>\n<|eot|>\n' }}{% endfor %}": [
         "good<|end|>\n<|eot|>", "better<|end|>\n<|eot|>",

@@ -1,4 +1,4 @@
-"""Kills this process at the n-th thing that it does to a directory."""
+"""Kill this process at its n-th event in a directory."""
 
 import os
 import signal
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 _CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink")
-_EVERY_WRITE = 16  # that is counted; there is one for each tensor
+_EVERY_WRITE = 16  # writes per counted event: each tensor has a write
 
 
 class Killer:
     """A counter of events below `folder` (opened, written, synced …) that kills the process.
 
-    It is killed before event `point` if that is even, else after it (or after half of a write).
+    If `point` is even, it is killed before event `point // 2`, else after it or halfway a write.
     """
 
     def __init__(self, folder: Path, point: int) -> None:
@@ -28,13 +28,13 @@ class Killer:
         os.fsync = self._synced  # type: ignore[assignment]  # takes descriptors only
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._is_due:  # what came before has been done
+        if self._is_due:  # the operation of the due event has completed
             self._die()
         if event in _CHANGES and str(arguments[0]).startswith(self._folder):
             self._count()
 
     def _count(self) -> bool:
-        """Return whether this is the event; do not return if the process ends before it."""
+        """Return whether to kill the process after this event; kill it now if `point` is even."""
         self._left -= 1
         if self._left != -1:
             return False
@@ -63,7 +63,7 @@ class Killer:
             self._die()
 
     def _die(self) -> None:
-        self._is_due = False  # being killed is an event too
+        self._is_due = False  # os.kill is an audit event, too
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _concerns(self, descriptor: int) -> bool:

@@ -102,7 +102,7 @@ def check_bits(model: ShardedModel, optimizer: ShardedAdamW, whole: dict[str, Te
 
 
 def held(model: ShardedModel, optimizer: ShardedAdamW) -> Iterator[tuple[str, Span, Tensor]]:
-    """Yield the parts of parameters and states that this rank has."""
+    """Yield the parts of parameters and states that this rank stores."""
     for shard in model.flat_shards():
         for piece in shard.param_slices():
             key = tensor_key("model", piece.param.name)

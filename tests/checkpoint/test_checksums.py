@@ -1,4 +1,4 @@
-"""What leaves can be checked: every byte of an exported directory, wherever it is copied."""
+"""Checksums of exports: every byte of an exported directory can be verified, in a copy too."""
 
 import json
 import shutil

@@ -54,7 +54,7 @@ def test_a_sharded_model_has_every_buffer_and_computes_the_same(family, tmp_path
     assert reader.names("buffer")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    model = load(compose(tmp_path / "c"))  # as training does
+    model = load(compose(tmp_path / "c"))  # as `train` loads it
     theirs = load_decoder(tmp_path / "in").state_dict()
     for name, each in model.persistent_buffers().items():
         assert torch.equal(each, theirs[name]), name
@@ -71,14 +71,12 @@ def test_a_model_without_one_of_its_buffers_is_named_before_it_is_converted(tmp_
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("family", "float32_names"), [
-    ("deepseek_v3", "e_score_correction_bias"),  # of a list for any dtype, a buffer
-    ("ernie4_5_moe", "mlp.gate.weight"),  # the same, parameters
+    ("deepseek_v3", "e_score_correction_bias"),  # a buffer in transformers' list for any dtype
+    ("ernie4_5_moe", "mlp.gate.weight"),  # parameters in the same list
     ("olmo_hybrid", "A_log"),  # created in float32
-    ("gpt_oss", "input_layernorm.weight"),  # of a list for float16
+    ("gpt_oss", "input_layernorm.weight"),  # in transformers' list for float16
 ])  # fmt: skip
-def test_what_transformers_keeps_in_float32_is_exported_in_float32(
-    family, float32_names, dtype, tmp_path
-):
+def test_tensors_kept_in_float32_are_exported_in_float32(family, float32_names, dtype, tmp_path):
     consolidate(sharded(family, tmp_path), tmp_path / "out", dtype=dtype)
     make: Any = hf.AutoModelForCausalLM
     theirs = make.from_pretrained(tmp_path / "in", dtype=getattr(torch, dtype))

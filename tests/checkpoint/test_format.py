@@ -1,4 +1,4 @@
-"""The format is what docs/checkpoint-format.md says, and stays small."""
+"""Checkpoints have the format that docs/checkpoint-format.md describes, and stay small."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small():
 
 
 class Numbers:
-    """One large tensor."""
+    """A module with one large tensor."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -106,9 +106,8 @@ def test_casts_equal_those_of_torch(source, target):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5000, dtype=torch.float64, generator=generator) * 100
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 6e-8])
-    values = torch.cat([values, special.double(), 1 + torch.arange(99) / 2**9]).to(
-        TORCH_DTYPES[source]
-    )
+    values = torch.cat([values, special.double(), 1 + torch.arange(99) / 2**9])
+    values = values.to(TORCH_DTYPES[source])
     data = cast(tensor_bytes(values), source, target, "x")
     result = tensor_from_bytes(memoryview(bytearray(data)), target)
     expected = values.to(TORCH_DTYPES[target])

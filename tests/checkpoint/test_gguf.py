@@ -1,4 +1,4 @@
-"""What llama.cpp gets, read back field by field with the library that defines the format."""
+"""Exports for llama.cpp, read field by field with the library that defines the format."""
 
 import json
 from collections.abc import Sequence
@@ -133,12 +133,10 @@ def test_features_that_llama_cpp_lacks_are_reported(tmp_path):
 
 
 def splitting(*steps: str | Any, **byte_level: bool) -> Any:
-    """Return a pre-tokenizer of expressions and others, and bytes at the end."""
-    splits = [
-        pre_tokenizers.Split(Regex(x), "isolated") if isinstance(x, str) else x for x in steps
-    ]
+    """Return a sequence of expressions and pre-tokenizers that ends with ByteLevel."""
+    parts = [pre_tokenizers.Split(Regex(x), "isolated") if isinstance(x, str) else x for x in steps]
     last = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": False} | byte_level)
-    return pre_tokenizers.Sequence([*splits, last])
+    return pre_tokenizers.Sequence([*parts, last])
 
 
 def tokenizer(pre_tokenizer: Any, normalizer: Any = None, size: int = 700) -> dict[str, Any]:
@@ -147,9 +145,8 @@ def tokenizer(pre_tokenizer: Any, normalizer: Any = None, size: int = 700) -> di
     result.pre_tokenizer, result.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer is not None:
         result.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     result.train_from_iterator([*_SAMPLE_TEXTS, "isn't it 1234 of 99 in 2024?\n\n"] * 9, trainer)
     content: dict[str, Any] = json.loads(result.to_str())
     return content

@@ -1,4 +1,4 @@
-"""A GGUF file is read as its format, and its model as llama.cpp, say; what contradicts is named."""
+"""GGUF headers are read as the format and llama.cpp define them; errors name contradictions."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models in GGUF files, of fsdpctl and of other programs, compute what transformers computes."""
+"""Models in GGUF files of fsdpctl and of other programs compute what transformers computes."""
 
 import json
 import re
@@ -35,7 +35,7 @@ MODELS = {
     "phi3": hf.Phi3Config(**_SIZES, pad_token_id=0),
     "qwen3moe": hf.Qwen3MoeConfig(**_SIZES, **_EXPERTS),
 }  # fmt: skip
-_K_BLOCKS = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # place of scales
+_K_BLOCKS = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # bytes of scales
 
 
 def byte_level(writer: GGUFWriter) -> None:
@@ -117,7 +117,7 @@ def write_other(path: Path, kind: str, dtype: str = "F16", args: Any = byte_leve
 def add(writer: GGUFWriter, name: str, values: np.ndarray, dtype: str) -> None:
     if values.ndim == 1:
         writer.add_tensor(name, values)
-    elif dtype in _K_BLOCKS:  # of which the library reads only: drawn bytes, with a small scale
+    elif dtype in _K_BLOCKS:  # the library cannot write these: draw bytes, with a small scale
         block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
         generator = np.random.default_rng(len(name))
         drawn = generator.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, size))
@@ -157,7 +157,7 @@ def test_an_export_comes_back_with_the_same_logits_and_tokens(family, tmp_path):
 def test_the_file_of_another_program_gives_the_logits_of_transformers(kind, dtype, tmp_path):
     file = write_other(tmp_path / "m.gguf", kind, dtype)
     ours = logits(decoders.load(compose(file)))
-    if kind == "qwen3moe":  # of whose experts transformers does not read the size
+    if kind == "qwen3moe":  # transformers does not read the size of its experts
         assert ours.isfinite().all()
         return
     load: Any = hf.AutoModelForCausalLM.from_pretrained

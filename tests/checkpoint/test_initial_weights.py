@@ -1,4 +1,4 @@
-"""Weights that a run starts with and no file has, and how a base that has changed is found."""
+"""Initial weights that no file stores, and detection of a base that has changed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from fsdpctl.plan.layout import Span
 from tests.distributed import distributed
 
 MIB = 1 << 20
-SMALL, LARGE = MIB // 4, MIB  # elements of float32: sampled in full, and a quarter of it
+SMALL, LARGE = MIB // 4, MIB  # float32 elements: sampled in full, and a quarter of them
 
 
 @pytest.mark.parametrize("span", [None, Span(5, 23)])
@@ -48,7 +48,7 @@ def test_a_master_is_joined_from_its_half_and_its_remainder():
 
 
 def stored(folder: Path, name: str = "one", at: int | None = None, files: int = 1) -> FileTensors:
-    """Write three tensors into files, of which one has another value `at` an index; open them."""
+    """Write and open three tensors; if `at` is set, tensor `name` has another value there."""
     torch.manual_seed(0)
     drawn = {"small": torch.randn(SMALL), "large": torch.randn(8, LARGE // 8), "one": torch.ones(1)}
     if at is not None:
@@ -63,9 +63,7 @@ def stored(folder: Path, name: str = "one", at: int | None = None, files: int = 
 
 
 @distributed(world_size=2)
-def test_ranks_compute_the_checksums_of_one_and_fail_together(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_ranks_compute_the_checksums_of_one_and_fail_together(rank, world_size, tmp_path):
     folder = tmp_path / str(rank)
     folder.mkdir()
     weights, ranks, alone = stored(folder), ObjectExchange(), Collectives()

@@ -1,4 +1,4 @@
-"""Whenever a save is killed, there is a complete newest checkpoint, and one can go on from it."""
+"""A save killed at any time leaves a complete newest checkpoint, and the run resumes from it."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -40,27 +40,24 @@ def make_saver(
 ) -> Checkpoints:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
-    journal = Mock(run_dir=folder)
-    return Checkpoints(config, ObjectExchange(), journal, bases, uploads=False)
+    return Checkpoints(config, ObjectExchange(), Mock(run_dir=folder), bases, uploads=False)
 
 
-def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:
+def run_at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:
     """Return a run after `step`."""
     parts = SimpleNamespace(model=model, optimizer=optimizer)
     return Mock(parts=parts, step=step, progress=lambda: Progress(step, samples=step))
 
 
 def save(saver: Checkpoints, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:
-    saver.save(at(model, optimizer, step))
-    saver.complete_save(at(model, optimizer, step))
+    saver.save(run_at(model, optimizer, step))
+    saver.complete_save(run_at(model, optimizer, step))
     assert saver.fraction_written is None
 
 
 @distributed(world_size=2)
-def save_twice(
-    rank: int, world_size: int, folder: Path, mode: str, victim: int, point: int
-) -> None:
-    """The second save replaces the first; the victim is killed on the way."""
+def save_two(rank: int, world_size: int, folder: Path, mode: str, victim: int, point: int) -> None:
+    """Save twice, the second in place of the first; kill the victim during the second save."""
     model, optimizer = trained("full_shard", steps=1)
     saver = make_saver(folder, mode)
     save(saver, model, optimizer, 1)
@@ -71,7 +68,7 @@ def save_twice(
 
 
 @distributed(world_size=2)
-def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
+def resume_run(rank: int, world_size: int, folder: Path, mode: str) -> None:
     """Do what a restarted run does: clean up, load, train, save."""
     if rank == 0:
         remove_interrupted_saves(folder / CHECKPOINTS)
@@ -83,14 +80,14 @@ def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
     save(make_saver(folder, mode), model, optimizer, done.step + 1)
 
 
-def points(folder: Path, mode: str, victim: int) -> Iterator[int]:
-    """Run the saves with each kill point in turn, until one completes."""
+def kill_points(folder: Path, mode: str, victim: int) -> Iterator[int]:
+    """Yield each kill point after its killed saves, until the saves complete."""
     for point in count():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
-            save_twice(folder=folder, mode=mode, victim=victim, point=point)
-        except AssertionError:  # a rank that is dead, or misses one
+            save_two(folder=folder, mode=mode, victim=victim, point=point)
+        except AssertionError:  # a rank is dead, or lost another rank
             yield point
         else:
             return
@@ -100,12 +97,12 @@ def points(folder: Path, mode: str, victim: int) -> Iterator[int]:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mode, victim):
-    save_twice(folder=tmp_path, mode=mode, victim=-1, point=0)
+    save_two(folder=tmp_path, mode=mode, victim=-1, point=0)
     newest = newest_checkpoint(tmp_path / CHECKPOINTS)
     assert newest is not None
     second = whole_tensors(newest)
     results: dict[str, int] = {}
-    for point in points(tmp_path / "run", mode, victim):
+    for point in kill_points(tmp_path / "run", mode, victim):
         checkpoints = tmp_path / "run" / CHECKPOINTS
         newest = newest_checkpoint(checkpoints)
         assert newest is not None, point
@@ -116,11 +113,11 @@ def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mo
             saved = whole_tensors(newest)
             assert all(torch.equal(saved[key], second[key]) for key in second)
         if point % 6 == victim:
-            goes_on(folder=tmp_path / "run", mode=mode)
+            resume_run(folder=tmp_path / "run", mode=mode)
             later = newest_checkpoint(checkpoints)
             assert later is not None
             assert later.name > newest.name
     assert results["step-00000001"] >= 15
-    if victim == 0:  # it publishes
+    if victim == 0:  # rank 0 publishes checkpoints
         assert results["step-00000002"] >= 4
         assert sum(results.values()) >= 30

@@ -1,4 +1,4 @@
-"""Checkpoints of runs that train a part of a model: what they save takes precedence."""
+"""Checkpoints of runs that train a part of a model: the saved tensors take precedence."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tests.models.decoders import CPU, compose, load, save_decoder
 
 
 class Counting(nn.Module):
-    """A module whose forward changes persistent buffers of two dtypes, as those of norms do."""
+    """A module whose forward changes persistent buffers of two dtypes, as norms do."""
 
     largest: Tensor
 

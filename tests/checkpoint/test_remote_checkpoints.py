@@ -46,7 +46,7 @@ STEPS = (10, 20, 30, 40)
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """An exception in place of the end of the process."""
 
 
 ERRORS = {"killed": Killed, "denied": PermissionError, "lost": FileNotFoundError}
@@ -92,7 +92,7 @@ def test_a_checkpoint_comes_back_as_it_was(run, tmp_path, monkeypatch):
     assert there.newest() is None
     first, second, *_ = folders(run)
     there.upload(first)
-    there.upload(first)  # it is there
+    there.upload(first)  # the store has it
     there.upload(second)
     assert [each.name for each in there.complete()] == [first.name, second.name]
     for source, folder in ((URL, second), (f"{URL}/{first.name}/", first)):
@@ -162,7 +162,7 @@ def test_old_checkpoints_and_remains_are_deleted(run):
     assert [each.name for each in there.complete()] == [folders(run)[i].name for i in (1, 3)]
     assert not files_of(folders(run)[2].name)
     assert files_of("step-00000050")  # newer
-    assert files_of("notes.txt")  # not of the run
+    assert files_of("notes.txt")  # not a file of the run
 
 
 def test_another_checkpoint_of_the_step_is_replaced(run):
@@ -258,9 +258,8 @@ def test_an_upload_that_fails_is_reported_and_fails_the_run_at_its_end(run, monk
         planting.setattr(MemoryFileSystem, "put_file", lambda *args, **kwargs: 1 / 0)
         uploads.add(first, 10)
         uploads.wait(pytest.fail)
-        with pytest.raises(
-            FsdpctlError, match=f"^step 10: .* not uploaded: {URL}/.* run the same command"
-        ):
+        error = f"^step 10: .* not uploaded: {URL}/.* run the same command"
+        with pytest.raises(FsdpctlError, match=error):
             uploads.check()
     uploads.add(second, 20)
     uploads.wait(pytest.fail)
@@ -287,7 +286,7 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
         uploads.add(folder, step)
         wait_for(lambda: uploads.uploading is not None)
     uploads.remove_old()
-    assert complete_checkpoints(run / CHECKPOINTS) == [  # it is busy with the first
+    assert complete_checkpoints(run / CHECKPOINTS) == [  # the first is being uploaded
         step_folder(run / CHECKPOINTS, step) for step in (10, 30, 40)
     ]
     monkeypatch.setattr(checkpoints_module, "_REPORT_INTERVAL", 0.05)
@@ -320,12 +319,10 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
     here.mkdir(parents=True)
     prepare_run_dir(seen, config, [], {})
     assert are_equal(folders(run)[1], here / CHECKPOINTS / folders(run)[1].name)
-    assert inspect_run_dir(config, "auto").source is None  # it is here now
+    assert inspect_run_dir(config, "auto").source is None  # the checkpoint is local now
     RemoteCheckpoints(URL).upload(folders(run)[2])
-    assert (
-        inspect_run_dir(config, "auto").step,
-        inspect_run_dir(config, "auto").stored_config,
-    ) == (30, config)
+    seen = inspect_run_dir(config, "auto")
+    assert (seen.step, seen.stored_config) == (30, config)
     other = replace(config, train=replace(config.train, seed=3))
     with pytest.raises(UsageError, match=f"^train.run_dir={here}: contains a run"):
         inspect_run_dir(other, "auto")
@@ -351,9 +348,8 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     talk = Reporter(messages.append, messages.append, messages.append)
     assert prepare_run(compose_config(settings), [], "auto", talk) is None
     assert messages[0] == f"{run}: finished at step 40; nothing to do"
-    assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
-        each.name for each in folders(run)[-2:]
-    ]
+    stored = [each.name for each in RemoteCheckpoints(URL).complete()]
+    assert stored == [each.name for each in folders(run)[-2:]]
 
 
 def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, whoever saved it and whoever loads it."""
+"""A checkpoint is loaded as it was saved, whichever ranks save and load it."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def trained(strategy: str, steps: int = 2) -> tuple[ShardedModel, ShardedAdamW]:
-    """A model that is the same on any number of ranks: all of them see the same data."""
+    """Return a model that is the same on any number of ranks: all ranks see the same data."""
     copy = 2 if STRATEGIES[strategy].replicates else None
     model = shard_model(make_net(tied=True), strategy, dp_shard_size=copy)
     optimizer = ShardedAdamW(model, lr=1e-2)
@@ -115,8 +115,7 @@ def test_files_are_safetensors_that_other_tools_can_read(checkpoint):
     for file in checkpoint.glob("*.safetensors"):
         assert file.stat().st_mode & 0o777 == 0o644
         for key, values in load_file(file).items():
-            info = CheckpointReader(checkpoint).info(key)
-            assert 0 < values.numel() <= info.numel
+            assert 0 < values.numel() <= CheckpointReader(checkpoint).info(key).numel
     assert not list(checkpoint.parent.glob("*.tmp-*"))
 
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on, and when the disk does not."""
+"""Saves during training, and saves that the disk refuses."""
 
 import resource
 import shutil
@@ -31,7 +31,7 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, MANIFEST
 from fsdpctl.training.callbacks import checkpoints
-from tests.checkpoint.test_killed_saves import MODES, at, make_saver
+from tests.checkpoint.test_killed_saves import MODES, make_saver, run_at
 from tests.checkpoint.test_killed_saves import save as save_now
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
 from tests.distributed import distributed
@@ -54,7 +54,7 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
         return int(written(path, header, chunks))
 
     monkeypatch.setattr(manifest, "write_tensor_file", write_late)
-    run = at(model, optimizer, 2)
+    run = run_at(model, optimizer, 2)
     later.save(run)
     train_on(model, optimizer, 2)
     later.idle(run)
@@ -78,10 +78,10 @@ def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     model, optimizer = trained("full_shard")
     saver = make_saver(tmp_path, mode)
     save_now(saver, model, optimizer, 1)
-    if rank == 1:  # the kernel refuses what goes beyond, as on a full disk
+    if rank == 1:  # the kernel refuses writes beyond this size, as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    run = at(model, optimizer, 2)
+    run = run_at(model, optimizer, 2)
     saver.save(run)
     with pytest.raises(FsdpctlError, match=r"step-00000002: could not be written: rank-00001"):
         saver.complete_save(run)
@@ -100,7 +100,7 @@ def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch)
     model, optimizer = trained("full_shard")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
     saver = make_saver(tmp_path, "sync")
-    run = at(model, optimizer, 2)
+    run = run_at(model, optimizer, 2)
     saver.save(run)
     with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes needed, 1,048,576"):
         saver.idle(run)
@@ -124,7 +124,7 @@ def fake_checkpoints(folder: Path, *steps: int) -> list[Path]:
 ])  # fmt: skip
 def test_which_checkpoints_are_kept(tmp_path, keep, left):
     fake_checkpoints(tmp_path, 10, 20, 30, 40, 50, 60)
-    (tmp_path / "step-00000070").mkdir()  # not complete: not counted, not touched
+    (tmp_path / "step-00000070").mkdir()  # incomplete: neither counted nor removed
     remove_expired(tmp_path, keep)
     assert complete_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in left]
     assert sorted(tmp_path.iterdir()) == [step_folder(tmp_path, step) for step in (*left, 70)]
@@ -165,7 +165,7 @@ def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypat
         return size
 
     monkeypatch.setattr(manifest, "write_tensor_file", write_slowly)
-    make_saver(tmp_path, "sync").save(at(model, optimizer, 2))
+    make_saver(tmp_path, "sync").save(run_at(model, optimizer, 2))
     assert beats.count("saving") >= 2
 
 
@@ -182,7 +182,7 @@ def test_a_save_waits_for_the_checksum_of_its_base_and_says_so(tmp_path, monkeyp
     saver = make_saver(tmp_path, "async", bases=[base])
     journal: Any = saver._journal
     journal.remark.side_effect = lambda line: message.set()
-    saver.begin(at(model, optimizer, 1))
+    saver.begin(run_at(model, optimizer, 1))
     save_now(saver, model, optimizer, 2)
     (result,) = complete_checkpoints(tmp_path / CHECKPOINTS)
     assert CheckpointReader(result).manifest.base == BaseInfo("base", "1", "0")

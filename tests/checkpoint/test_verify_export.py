@@ -1,4 +1,4 @@
-"""Exports and their bases: what has changed is counted, and what is lost is a line and code 3."""
+"""Exports compared with their bases: changes are counted, a loss is a line and exit code 3."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def without(tensors: Tensors, part: str) -> Tensors:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """A base with experts, a model trained from it, and adapters for it."""
+    """Write a base with experts, a model trained from it, and adapters for it."""
     folder = tmp_path_factory.mktemp("made")
     base = folder / "base"
     save_decoder("qwen3_moe", base)
@@ -113,7 +113,7 @@ def test_the_change_is_that_of_the_tensors_whatever_their_dtypes(exports, tmp_pa
     expected = float((delta / sum((each**2).sum() for each in rounded)) ** 0.5)
     lines = {x.subject: x.figures for x in verify_export(export, exports / "base") if x.figures}
     assert lines["experts"]["relative_change"] == pytest.approx(expected, rel=1e-3)
-    assert lines["attention"]["changed"] == 0  # the base, rounded
+    assert lines["attention"]["changed"] == 0  # equal to the rounded base
 
 
 ROWS: dict[str, Callable[[Tensors], Tensors]] = {
@@ -221,7 +221,7 @@ def test_adapters_change_as_much_as_their_products(exports):
 
 
 def per_expert(x: Tensors) -> Tensors:
-    """The form of servers that have a module for each expert."""
+    """Return adapters in the form of servers that have a module for each expert."""
     result = without(x, ".experts.")
     for layer in (f"{PEFT_PREFIX}model.layers.{n}.mlp.experts" for n in range(2)):
         for inner, names in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
@@ -236,7 +236,7 @@ def per_expert(x: Tensors) -> Tensors:
 
 
 def swapped(x: Tensors) -> Tensors:
-    """The layout of PEFT 0.18."""
+    """Return adapters in the layout of PEFT 0.18."""
     other = {"A": "B", "B": "A"}
     return {
         name: x[name[:-8] + other[name[-8]] + name[-7:]].T if ".experts." in name else each
@@ -247,8 +247,7 @@ def swapped(x: Tensors) -> Tensors:
 def test_adapters_for_each_expert_are_read_as_such_and_counted(exports, tmp_path):
     export = copied(exports, "adapters", tmp_path)
     change(export / ADAPTERS, per_expert)
-    config = export / "adapter_config.json"
-    change_json(config, lambda x: x.pop("target_parameters"))
+    change_json(export / "adapter_config.json", lambda x: x.pop("target_parameters"))
     findings = verify_export(export, exports / "base")
     assert lost(findings) == []
     assert any("two matrices each: vLLM reads them" in x.text for x in findings)
@@ -336,7 +335,7 @@ def test_the_command_prints_each_finding_and_fails_if_something_is_lost(exports,
     assert invoke("verify-checkpoint", str(export), "--base", base) == (
         4, f"{export}: 1 of 4 findings are losses"  # the checksum
     )  # fmt: skip
-    (export / "fsdpctl_checksums.json").unlink()  # as of another tool
+    (export / "fsdpctl_checksums.json").unlink()  # as if another tool had exported
     tensors = load_file(export / "adapter_model.safetensors")
     zero = {name: x * 0 if "lora_B" in name else x for name, x in tensors.items()}
     save_file(zero, export / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""Models by their name, fetched from a server of this machine into an empty cache."""
+"""Models by their name, fetched from a local server into an empty cache."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_weights_config_and_tokenizer_are_fetched_once_and_nothing_else(hub, mon
     files = {each for each in snapshot.rglob("*") if each.is_file()}
     assert {each.relative_to(snapshot).as_posix() for each in files} == WANTED == hub.fetched()
     assert (snapshot / "m-1.safetensors").read_bytes() == SHARDED["m-1.safetensors"]
-    # A file that was cut continues where it ended, and the cache has nothing that is half-written.
+    # The download of a truncated file resumes at its end, and the cache has no partial file.
     assert {int(each.split()[2]) for each in hub.requests if each.startswith("BODY m-")} > {0}
     assert not [*snapshot.parent.parent.rglob("*.incomplete")]
     assert re.fullmatch(r"fetching org/tiny: 2 files, 0\.3 MiB, .* free in .*hub", printed[-1])
@@ -86,7 +86,7 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(hub, refused, name, messa
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     if refused[0]:
         assert local_model(name)
-        assert not [x for x in hub.requests if "/cdn/" in x and TOKEN in x]  # another host
+        assert not [x for x in hub.requests if "/cdn/" in x and TOKEN in x]  # not to another host
 
 
 def test_nothing_is_asked_for_a_path_or_offline_or_without_space(hub, monkeypatch):

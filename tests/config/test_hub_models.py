@@ -18,7 +18,7 @@ def config_of(name: str):
 
 
 def accepts(public: int | str, count: int) -> bool:
-    """Whether a sum is the public figure, or rounds to it or within 1 % of it."""
+    """Return whether a sum is the published number, rounds to it or is within 1% of it."""
     if isinstance(public, int):
         return count == public
     digits, unit = public.rstrip("BM"), 1e9 if public.endswith("B") else 1e6

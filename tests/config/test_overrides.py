@@ -105,7 +105,7 @@ def test_a_config_json_is_not_typed():
 
 
 def test_a_run_reads_its_overrides(tmp_path):
-    """As every rank does, from the file that its launcher writes."""
+    """Every rank reads them from the file that its launcher writes."""
     settings = ["model=llama3_1b", f"{ROPE}.factor=8", "model.overrides.tie_word_embeddings=false"]
     config = compose_config(settings).config
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))

@@ -7,7 +7,7 @@ import pytest
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS, hint
 
-# Keys without a counterpart in the tools whose names are known.
+# Keys without a counterpart in the tools that SYNONYMS covers.
 _OURS_ALONE = {
     "data.format", "data.rewritten_turns", "engine.program",
     "launch.hang_timeout", "launch.nproc_min",

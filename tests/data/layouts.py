@@ -31,7 +31,7 @@ class Layout:
     added: dict[str, int] | None = None
     in_json: tuple[dict[str, Any], ...] = ()  # more added_tokens of the tokenizer.json
     post: Any = None
-    slow: bool = False  # vocab.json and merges.txt in place of the tokenizer.json
+    slow: bool = False  # vocab.json and merges.txt instead of tokenizer.json
 
 
 def _vocabulary() -> dict[str, int]:
@@ -65,9 +65,7 @@ def _tokenizer(kind: str) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
     else:
-        tokenizer = Tokenizer(
-            models.Unigram([(each, -float(n)) for each, n in vocabulary.items()], 0)
-        )
+        tokenizer = Tokenizer(models.Unigram([(x, -float(n)) for x, n in vocabulary.items()], 0))
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
@@ -76,7 +74,7 @@ def _tokenizer(kind: str) -> Tokenizer:
 
 
 def write_layout(folder: Path, layout: Layout) -> Path:
-    """Write the directory."""
+    """Write the files of a layout to a directory."""
     folder.mkdir(parents=True)
     tokenizer = _tokenizer(layout.kind)
     if layout.post is not None:

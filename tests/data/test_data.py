@@ -204,16 +204,12 @@ def test_corrupted_token_files_are_rejected(tmp_path, spoil, arg):
         open_token_files(str(path))
 
 
-def test_tokens_of_a_tokenizer_json_end_documents_and_are_cached(
-    tmp_path, monkeypatch, word_tokenizer
-):
+def test_tokens_of_a_tokenizer_end_documents_and_are_cached(tmp_path, monkeypatch, word_tokenizer):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "1").write_text("a b a")
     (tmp_path / "text" / "2").write_text("b zzz")
-    config = DataConfig(
-        name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
-    )
+    config = DataConfig("text", f"{tmp_path}/text", val_fraction=0, tokenizer=str(word_tokenizer))
     first = open_data(config)
     assert stream(first).tokens[:].tolist() == [0, 1, 0, 3, 1, 2, 3]
     assert len(list((tmp_path / "cache" / "fsdpctl").glob("text-*"))) == 1
@@ -227,16 +223,12 @@ def test_tokens_of_a_tokenizer_json_end_documents_and_are_cached(
     {"padding": {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None,
      "pad_id": 3, "pad_type_id": 0, "pad_token": "<end>"}},
 ], ids=["truncation", "padding"])  # fmt: skip
-def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
-    tmp_path, monkeypatch, word_tokenizer, limits
-):
+def test_truncation_and_padding_of_files_are_ignored(tmp_path, monkeypatch, word_tokenizer, limits):
     """Compare with transformers. The file itself is unchanged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "a b a b a b a b"
     (tmp_path / "text").write_text(text)
-    config = DataConfig(
-        name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
-    )
+    config = DataConfig("text", f"{tmp_path}/text", val_fraction=0, tokenizer=str(word_tokenizer))
     without = open_data(config)
     file = word_tokenizer / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
@@ -248,9 +240,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     assert limited.tokenizer.files()["tokenizer.json"] == file.read_bytes()
 
 
-def test_a_token_file_uses_the_tokenizer_that_made_it_unless_that_has_changed(
-    tmp_path, word_tokenizer
-):
+def test_a_token_file_uses_the_tokenizer_that_made_it_unless_that_changed(tmp_path, word_tokenizer):
     path = tmp_path / "t.bin"
     tokenizer = open_tokenizer(str(word_tokenizer))
     write_token_file(path, np.tile(np.arange(4, dtype=np.uint16), 99), tokenizer, num_bytes=None)

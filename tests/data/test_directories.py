@@ -1,4 +1,4 @@
-"""Which files of a directory are data: layouts as data sets have them, and those that ask."""
+"""Data files of a directory: layouts of published data sets, and layouts that need a setting."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def write(folder, names):
     return str(folder)
 
 
-# The files, then the option of `data`, the files to train on and to validate on, and what is said.
+# The files, the option of `data`, the files to train on and to validate on, the description.
 LAYOUTS = {
     "rows and their papers": (
         "a.jsonl README.md LICENSE.txt dataset_infos.json=OTHER .gitattributes .DS_Store Thumbs.db "
@@ -283,7 +283,7 @@ def numbered(count, arg):
 
 @pytest.mark.parametrize(("typed", "counts"), [
     ({}, (30, 9)), ({"val_fraction": 0.0}, (30, 0)), ({"val_path": "other.jsonl"}, (30, 4)),
-    ({"val_fraction": 0.02}, (30, 0)),  # by the hashes of 30
+    ({"val_fraction": 0.02}, (30, 0)),  # the hashes of the 30 select none
 ])  # fmt: skip
 def test_chats_are_validated_on_files_that_are_called_so(tmp_path, monkeypatch, typed, counts):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -417,7 +417,7 @@ def test_rows_that_may_be_text_or_chats_ask_if_data_is_not_set(tmp_path, monkeyp
         open_data(compose_config(["data=chat", *args]).config.data)  # which the cache keeps
         with pytest.raises(UsageError, match=asks):
             open_data(compose_config(args).config.data)
-    write_lines(file, [{"text": "", **other}] * 40)  # columns that a table fills
+    write_lines(file, [{"text": "", **other}] * 40)  # a table fills missing columns
     if other.get("completion") != []:
         open_data(compose_config(args).config.data)
 
@@ -430,9 +430,7 @@ def test_rows_that_may_be_text_or_chats_ask_if_data_is_not_set(tmp_path, monkeyp
         "notes/a.txt,part1=notes/b.txt,part2=notes/c/b.txt",
 }.items())  # fmt: skip
 @pytest.mark.parametrize("typed", [[], ["data=text"]])
-def test_a_folder_of_texts_and_rows_is_told_the_list_that_reads_all(
-    tmp_path, monkeypatch, names, listed, typed
-):
+def test_a_mixed_folder_gets_the_list_that_reads_all(tmp_path, monkeypatch, names, listed, typed):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, names)
     with pytest.raises(UsageError, match="of several kinds") as error:

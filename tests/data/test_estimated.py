@@ -1,4 +1,4 @@
-"""Tokens of an estimate: of large data they are estimated, and most of it is not read."""
+"""Number of tokens in an estimate: fsdpctl reads a part of large data and estimates the rest."""
 
 import gzip
 import io
@@ -25,14 +25,14 @@ _WORDS = [a + b for a in "abcdefghimnoprstuvé" for b in _ENDS]
 
 
 def prose(count: int, seed: int) -> str:
-    """Return words, shorter ones in some parts than in others."""
+    """Return a text whose words are shorter in some parts than in others."""
     some = random.Random(seed)
     kinds = [some.sample(_WORDS, 20) for _ in range(5)]
     return " ".join(some.choice(kinds[n * 5 // count]) for n in range(count))
 
 
 def lengths(count: int) -> list[int]:
-    """Return numbers with a long tail."""
+    """Return lengths whose distribution has a long tail."""
     some = random.Random(0)
     return [int(some.lognormvariate(3, 1)) + 1 for _ in range(count)]
 
@@ -151,7 +151,7 @@ def test_most_of_large_data_is_not_read(name, tokenizer, tmp_path, monkeypatch):
 
 
 def bytes_read() -> int:
-    """The bytes that this thread has read; those of a process count its children, too."""
+    """Return the bytes that this thread has read; a process would count its children, too."""
     return int(Path("/proc/thread-self/io").read_text().split()[1])
 
 

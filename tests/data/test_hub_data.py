@@ -1,4 +1,4 @@
-"""Data by its name on the Hub: in a cache that is written here, or fetched from this machine."""
+"""Data by its name on the Hub: in a prepared cache, or fetched from a local server."""
 
 import json
 
@@ -114,7 +114,7 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
     served = Hub(datasets={"org/cards": files, "org/plain": plain, "org/csv": table})
     with serving(served, tmp_path, monkeypatch) as hub:
         assert not is_data_here(options := DataConfig(name="text", path="hf://org/cards"))
-        assert hub.requests == []  # as an estimate asks
+        assert hub.requests == []  # an estimate asks this without a request
         for _ in range(2):
             data = find_data("hf://org/cards")
             assert [x.name for x in data.files] == ["1.jsonl", "2.jsonl"]
@@ -123,7 +123,7 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
             count = len(hub.requests)
         assert (is_data_here(options), len(hub.requests)) == (True, count)
         (trees,) = tmp_path.rglob("datasets--org--cards/trees")
-        trees = trees.rename(tmp_path / "trees")  # as another program fetches the files
+        trees = trees.rename(tmp_path / "trees")  # as if another program had fetched the files
         assert open_estimated(options).train.num_tokens == 3
         assert len(hub.requests) == count
         trees.rename(next(tmp_path.rglob("datasets--org--cards")) / "trees")
@@ -162,7 +162,7 @@ FILES = [
     "./7.*": "7",
 }.items())  # fmt: skip
 def test_patterns_of_a_card_are_those_of_datasets(cached, pattern, expected):
-    """The same as datasets 5.2.0 with fsspec 2026.9.0, like 8,400 drawn ones."""
+    """Compared with datasets 5.2.0 and fsspec 2026.9.0, like 8,400 drawn patterns."""
     card = f"---\nconfigs:\n- config_name: default\n  data_files: '{pattern}'\n---\n"
     cached("org/globs", FILES, card)
     assert [each.removesuffix(".jsonl") for each in names("hf://org/globs")] == expected.split()

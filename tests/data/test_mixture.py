@@ -19,7 +19,7 @@ SIZES = (5000, 70, 333, 40, 1000)
 
 
 def mixture():
-    """Return five sources; a token tells its source and its sample of 4."""
+    """Return five sources; a token encodes its source and its sample of 4 tokens."""
     numbers = [np.arange(size + 1, dtype=np.uint32) * 5 + n for n, size in enumerate(SIZES)]
     streams = [TokenStream(np.repeat(each, 4)[:-3], None) for each in numbers]
     parts = zip("abcde", SHARES, streams, strict=True)
@@ -68,7 +68,7 @@ def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
     for source, size in enumerate(SIZES):
         of_source = np.bincount([each // 5 for each in seen if each % 5 == source], minlength=size)
         assert of_source.sum() == counts[source]
-        assert of_source.max() - of_source.min() <= 1  # epochs are whole
+        assert of_source.max() - of_source.min() <= 1  # every epoch uses all samples
     assert rows.epochs(1200)["b"] == counts[1] / 70
     messages = [line for at in range(0, 300, 10) for line in rows.new_epochs(at, at + 10)]
     assert messages == ["b: epoch 2 begins"]
@@ -78,8 +78,7 @@ def test_sources_are_named_in_the_path(tmp_path):
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
     web, code = tmp_path / "web.txt", tmp_path / "code.txt"
-    path = f"{web}:3,mine={code}:1"
-    data = open_data(DataConfig(name="text", path=path, val_fraction=0.1))
+    data = open_data(DataConfig(name="text", path=f"{web}:3,mine={code}:1", val_fraction=0.1))
     assert isinstance(data.train, Mixture)
     named = [(each.name, each.share) for each in data.train.sources]
     assert named == [("web", 0.75), ("mine", 0.25)]

@@ -1,4 +1,4 @@
-"""Text that is read once: what later starts read, and when they read it again."""
+"""Text that the first start reads: later starts read its cache, or the text if it changed."""
 
 import os
 from collections.abc import Callable
@@ -63,30 +63,28 @@ def config(request: Any, folder: Path, word_tokenizer: Path) -> DataConfig:
 def test_a_later_start_reads_nothing_and_gets_the_same(config, tmp_path, monkeypatch):
     first, reads = opened(config)
     assert reads > 0
-    with mock.patch.object(token_cache, "_checksum", None):  # would be called to read the tokens
+    with mock.patch.object(token_cache, "_checksum", None):  # reading the tokens would fail
         again, reads = opened(config)
     assert (reads, facts(again)) == (0, facts(first))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")  # nothing can be written
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")  # not writable
     monkeypatch.setattr(open_text, "_SMALL", 1 << 30)
     uncached, reads = opened(config)
     assert reads > 0
     assert facts(uncached) == facts(first)
 
 
-# What is done to the first file of text, or to what the cache keeps of it
+# Changes of the first text file, or of its tokens in the cache.
 CHANGES: dict[str, Callable[[Path, Path], object]] = {
     "another_size": lambda first, _: first.write_bytes(2 * first.read_bytes()),
     "another_time": lambda first, _: os.utime(first, (1, 1)),
     "another_file": lambda first, _: first.with_stem("z").write_bytes(first.read_bytes()),
     "damaged_tokens": lambda _, text: text.write_bytes(text.read_bytes()[:-1] + b"\xff"),
     "removed_tokens": lambda _, text: text.unlink(),
-    "strange_index": lambda _, text: _negate_bytes(
-        next(text.parents[1].glob("texts-*/header.json"))
-    ),
+    "strange_index": lambda _, text: _negate(next(text.parents[1].glob("texts-*/header.json"))),
 }
 
 
-def _negate_bytes(header: Path) -> None:
+def _negate(header: Path) -> None:
     header.write_text(header.read_text().replace('"num_bytes": ', '"num_bytes": -'))
 
 

@@ -41,8 +41,7 @@ def test_no_two_sequences_fit_into_one(lengths):
 
 def test_packing_leaves_little_padding():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64), 1, 2048)
-    rows = pack_sequences(lengths, 2048, 0)
-    assert int(lengths.sum()) / (len(rows) * 2048) > 0.997
+    assert int(lengths.sum()) / (len(pack_sequences(lengths, 2048, 0)) * 2048) > 0.997
 
 
 def test_packing_depends_on_the_seed_only():
@@ -83,7 +82,7 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
 def test_documents_without_trained_tokens_are_dropped_and_counted():
     documents = some(5, 40, 6)
     documents.loss_mask[:] = False
-    documents.loss_mask[[3, 30, 47]] = True  # the second one's lies beyond what there is room for
+    documents.loss_mask[[3, 30, 47]] = True  # the second document's exceeds ROOM
     rows = documents.samples(ROOM)
     assert (rows.num_too_long, rows.num_untrained, rows.num_targets) == (1, 1, 2)
     rows = some(5, 40, 6, packing=Packing(too_long="drop"), trained=1).samples(ROOM)

@@ -1,10 +1,11 @@
-"""A text that is read in pieces has the tokens of the whole, whatever begins a text."""
+"""A text read in pieces has the tokens of the whole text, with any rule for a text's start."""
 
 import json
 import random
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import Metaspace
 
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data import documents as documents_module
@@ -55,7 +56,7 @@ def word_piece():
 
 
 def runs():
-    """Join blanks, line breaks and a letter by twos, up to 16, as GPT-2's merges do."""
+    """Return a tokenizer that merges blanks, line breaks and a letter by twos, up to 16."""
     alphabet = dict.fromkeys([*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
     merges = [(each * n, each * n) for each in ("Ġ", "Ċ", "a") for n in (1, 2, 4, 8)]
     names = [*alphabet, *(a + b for a, b in merges)]
@@ -66,12 +67,8 @@ def runs():
 
 
 MAKERS = {
-    "metaspace first": lambda: bpe(
-        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    ),
-    "metaspace always": lambda: bpe(
-        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always")
-    ),
+    "metaspace first": lambda: bpe(pre_tokenizer=Metaspace(prepend_scheme="first", split=False)),
+    "metaspace always": lambda: bpe(pre_tokenizer=Metaspace(prepend_scheme="always")),
     "llama 2": llama_2,
     "prefix space": lambda: bpe(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "strip": lambda: bpe(normalizers.Strip(), pre_tokenizers.Whitespace()),
@@ -107,7 +104,7 @@ TEXTS = {
 
 @pytest.fixture
 def _small(monkeypatch):
-    """Make pieces and the text around them small."""
+    """Reduce the size of pieces and of the text around them."""
     monkeypatch.setattr(tokenizing, "PIECE_BYTES", 3000)
     for module in (documents_module, tokenizer_module):
         monkeypatch.setattr(module, "CONTEXT_CHARS", 300)
@@ -127,7 +124,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(name, tmp_path):
 
 
 def in_pieces(text, tokenizer, file):
-    """Return the tokens of a text that is read in pieces, None if they are refused."""
+    """Return the tokens of a text that is read in pieces; None if the tokenizer refuses it."""
     file.write_text(text)
     pieces = [*documents(DataFiles("text", (file,)), "SRC", SkippedInput(), max_bytes=3000)]
     assert len(pieces) > 2
@@ -155,7 +152,7 @@ def test_a_cut_in_a_run_loses_nothing_or_is_refused(name, tmp_path):
 @pytest.mark.usefixtures("_small")
 def test_a_run_of_blanks_is_read_if_a_token_of_the_whole_begins_at_the_cut(tmp_path):
     tokenizer, read = written(runs()), 0
-    for shift in range(16):  # of which one is that of the tokens of 16 blanks around the cut
+    for shift in range(16):  # at one shift, a token of 16 blanks begins at the cut
         text = f"{'x' * (500 + shift)}{' ' * 3600}{' seven' * 400}"
         if (pieces := in_pieces(text, tokenizer, tmp_path / "a.txt")) is not None:
             assert pieces == encoded(tokenizer, text).tolist()
@@ -170,7 +167,7 @@ def test_a_run_after_words_is_read_whatever_its_length(tmp_path):
     for lengths, count in ((250, 5000), (301, 2777), (380, 3601)):
         for run in (" ", "\n", "\n  "):
             text = f"{'harbor ' * lengths}{run * count}{' seven' * 400}"
-            text = text[: 2 * 3000 - 600] + " seven" * 200  # of which one cut is in the run
+            text = text[: 2 * 3000 - 600] + " seven" * 200  # one cut is in the run
             pieces = in_pieces(text, tokenizer, tmp_path / "a.txt")
             assert pieces == encoded(tokenizer, text).tolist(), (lengths, run)
 
@@ -190,9 +187,8 @@ def test_bytes_are_cut_without_a_trace(tmp_path):
 
 @pytest.mark.usefixtures("_small")
 def test_a_text_whose_tokens_depend_on_its_start_is_refused(tmp_path):
-    tokenizer = written(
-        make_tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
-    )
+    model = models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>")
+    tokenizer = written(make_tokenizer(model))
     (tmp_path / "a.txt").write_text("b" * 9000)
     with pytest.raises(UsageError, match="depend on text that is far away; split the file"):
         tokenize_files(str(tmp_path / "a.txt"), TokenOutput(tmp_path / "a.bin"), tokenizer)

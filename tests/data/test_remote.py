@@ -205,6 +205,5 @@ def test_the_window_of_samples_that_wait_is_limited(bucket, monkeypatch):
     monkeypatch.setattr(remote_tokens, "_MAX_PREFETCHED", 5)
     rows = batches("memory://bucket").samples
     rows.fetch(range(30))
-    held = [len(each.prefetched) for each in rows.stream.tokens.shards]
-    assert max(held) == 5
+    assert max(len(each.prefetched) for each in rows.stream.tokens.shards) == 5
     assert np.concatenate([rows[n].tokens for n in range(30)]).tolist() == TOKENS[:240].tolist()

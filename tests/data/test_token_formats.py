@@ -1,4 +1,4 @@
-"""Token files of other programs, written here by a few lines of their own."""
+"""Token files of other programs, written by a few lines for each format."""
 
 import os
 import struct
@@ -169,9 +169,7 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize(("stored", "read", "vocabulary"), WIDTHS)
-def test_ids_that_look_like_another_width_are_named_with_the_setting(
-    tmp_path, stored, read, vocabulary
-):
+def test_ids_that_look_like_another_width_name_the_setting(tmp_path, stored, read, vocabulary):
     ids = np.random.default_rng(0).integers(0, vocabulary, 5000)
     for name in ("a.bin", "b.npy"):
         ids.astype(stored).tofile(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Tokens, begin and end of documents, against transformers."""
+"""Tokens and the begin and end of documents, compared with transformers."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from tests.data.token_file import encoded, write_token_file
 
 
 def _once(theirs: Any, text: str) -> list[int]:
-    """Return their tokens without a begin or end token that the text has and they add again."""
+    """Return transformers' tokens without a begin or end token that repeats one in the text."""
     whole = theirs(text)["input_ids"]
     plain, dash = (theirs(each, add_special_tokens=False)["input_ids"] for each in (text, "-"))
     added = theirs("-")["input_ids"]
@@ -39,7 +39,7 @@ def _once(theirs: Any, text: str) -> list[int]:
 
 
 def _difference(folder: Path, layout: Layout) -> str:
-    """Return what differs from transformers, which may refuse a layout as well."""
+    """Return the difference from transformers; both may refuse a layout."""
     try:
         theirs = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
@@ -173,7 +173,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
         opened("mine")
 
 
-OWN = {  # the post-processor, a text, and its tokens as the tokenizer gives them plainly
+OWN = {  # post-processors, and texts that contain their begin or end token
     "begin": ("<s>ab", "<s>ab the", "<s>"),
     "both": ("<s>ab</s>", "ab</s>", "<s></s>"),
     "bert": ("[CLS]ab[SEP]", "ab[SEP]"),
@@ -226,9 +226,7 @@ def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):
     ("/dev/null", ["train.run_dir=a/run"], "a/run/cache"),
     ("/proc/none", [], "runs/cache"),
 ])  # fmt: skip
-def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
-    home, more, cache, tmp_path, monkeypatch
-):
+def test_without_a_writable_home_the_cache_is_in_the_run(home, more, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", home)
     for name in ("XDG_CACHE_HOME", "FSDPCTL_CACHE"):
@@ -240,6 +238,6 @@ def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
     (messages,) = (note for note in resolved.notes if note.startswith("cache: "))
     assert re.fullmatch(rf"cache: {home}/.cache/fsdpctl: [A-Z][\w ]+; using {cache}", messages)
     assert inspect_run_dir(resolved.config, "auto").start_kind is StartKind.NEW
-    monkeypatch.delattr(FileTokenizer, "encode_pieces")  # its tokens are there
+    monkeypatch.delattr(FileTokenizer, "encode_pieces")  # the cache has the tokens
     prepare(compose_config(typed))
     assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-", "texts"}

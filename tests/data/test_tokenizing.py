@@ -14,6 +14,7 @@ from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
 from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
+from tests.chats.families import say, write_lines
 from tests.data.token_file import encoded
 
 TEXTS = [f"document {number} é " + "a b " * (number % 7) for number in range(60)]
@@ -32,7 +33,7 @@ def source(tmp_path):
         (folder / f"d{number}.json").write_text(json.dumps({"text": TEXTS[number]}))
     (folder / "e.dat").write_bytes(b"\0\1")
     (folder / "README.md").write_text("# Texts")
-    (folder / "state.json").write_text("{}")  # of `datasets`
+    (folder / "state.json").write_text("{}")  # a file of `datasets`
     return folder
 
 
@@ -55,9 +56,7 @@ def tokens_at(path):
 
 @pytest.mark.parametrize("kind", ["source", "texts"])
 @pytest.mark.parametrize("has_file", [False, True])
-def test_all_kinds_of_files_become_their_documents(
-    tmp_path, kind, word_tokenizer, has_file, request
-):
+def test_all_kinds_of_files_become_documents(tmp_path, kind, word_tokenizer, has_file, request):
     source = request.getfixturevalue(kind)
     tokenizer = open_tokenizer(str(word_tokenizer)) if has_file else ByteTokenizer()
     done = tokenize_files(str(source), TokenOutput(tmp_path / "t.bin"), tokenizer)
@@ -73,7 +72,7 @@ def test_all_kinds_of_files_become_their_documents(
 
 
 class KilledError(Exception):
-    """Ends a run where a signal might."""
+    """An exception that ends a run where a signal might."""
 
 
 @pytest.mark.parametrize("shard_tokens", [None, 100])
@@ -143,9 +142,8 @@ def test_a_run_that_stopped_is_told_and_its_output_is_no_input(tmp_path, source,
     tokenize_files(str(source), output, ByteTokenizer())
     assert [each.stat().st_mtime_ns for each in complete] == times
     assert bytes(tokens_at(source / "t-*.bin")).decode() == "".join(TEXTS)
-    assert tokenize_files(str(source), output, ByteTokenizer(), overwrite=True).tokens == len(
-        "".join(TEXTS).encode()
-    )
+    result = tokenize_files(str(source), output, ByteTokenizer(), overwrite=True)
+    assert result.tokens == len("".join(TEXTS).encode())
 
 
 def test_other_input_or_files_in_the_way_are_refused(tmp_path, source):
@@ -157,8 +155,6 @@ def test_other_input_or_files_in_the_way_are_refused(tmp_path, source):
     tokenize_files(str(source / "a.jsonl"), output, ByteTokenizer(), overwrite=True)
     assert bytes(tokens_at(tmp_path / "t-*.bin")).decode() == "".join(TEXTS[:20])
     chats = tmp_path / "c.jsonl"
-    chats.write_text(
-        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}'
-    )
+    write_lines(chats, [{"messages": say("x", "y")}])
     with pytest.raises(UsageError, match=r"c\.jsonl, line 1: a conversation; expected `text`"):
         tokenize_files(str(chats), TokenOutput(tmp_path / "c.bin"), ByteTokenizer())

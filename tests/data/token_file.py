@@ -1,4 +1,4 @@
-"""Writes a token file whole."""
+"""Write a token file at once."""
 
 from pathlib import Path
 

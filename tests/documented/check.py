@@ -1,4 +1,4 @@
-"""Checks a command line by the program that it starts, up to where the work would begin."""
+"""Check a command line with the program that it starts, until the work would begin."""
 
 import argparse
 import importlib
@@ -22,7 +22,7 @@ from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import FsdpctlError
 from tests.documented.lines import ROOT, Line
 
-ADDRESS = "$FSDPCTL"  # the address of the package, a variable in the shell of a reader
+ADDRESS = "$FSDPCTL"  # the package's address, a shell variable of the reader
 # Functions that begin the work of a command, after it has read all options and settings.
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
@@ -43,7 +43,7 @@ for _each in COMMANDS.values():
 
 
 class BegunError(Exception):
-    """The command line is valid, and the work begins."""
+    """An exception: the command line is valid, and the work would begin."""
 
 
 def read_options(lines: Sequence[Line]) -> None:
@@ -57,8 +57,7 @@ def read_options(lines: Sequence[Line]) -> None:
         if (values := {each for name, text in pairs if name == group for each in text.split(",")})
     }
     for number in range(max(map(len, options.values()))):
-        chosen = {name: each[number % len(each)] for name, each in options.items() if each}
-        option_contents(chosen)
+        option_contents({name: x[number % len(x)] for name, x in options.items() if x})
 
 
 def problem_of(line: Line) -> str | None:
@@ -79,7 +78,7 @@ def problem_of(line: Line) -> str | None:
 
 def _of_fsdpctl(args: Sequence[str]) -> str | None:
     if len(args) == 1 and args[0] in COMMANDS:
-        return None  # the name of a command, in a sentence
+        return None  # the name of a command in a sentence
     if args[0].startswith("-"):
         known = {opt for param in typer.main.get_command(app).params for opt in param.opts}
         return None if args[0] in {*known, "--help"} else f"{args[0]}: no such option"
@@ -88,7 +87,7 @@ def _of_fsdpctl(args: Sequence[str]) -> str | None:
             stack.enter_context(mock.patch(name, side_effect=BegunError))
         result = CliRunner().invoke(app, list(args))
     if "of the recipe ignored" in result.output:
-        return result.output  # the line and its recipe contradict
+        return result.output  # the line contradicts its recipe
     if isinstance(result.exception, BegunError) or result.exit_code == 0:
         return None
     if isinstance(result.exception, FsdpctlError | SystemExit):
@@ -134,7 +133,7 @@ def _of_launched(program: str, args: Sequence[str]) -> str | None:
     if not (ROOT / file).is_file():
         return f"{file}: not found"
     if not re.search(r"\bargparse\b|\barguments\(", (ROOT / file).read_text()):
-        return None  # reads numbers and paths in their order
+        return None  # its arguments are positional
     return _of_parser(file.removesuffix(".py").replace("/", "."), arguments)
 
 

@@ -1,4 +1,4 @@
-"""Executes a documented command line, with smaller sizes."""
+"""Execute a documented command line, with smaller sizes."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from tests.commands.run import environment
 from tests.documented.lines import ROOT, Line
 from tests.launch.test_nodes import free_endpoint
 
-# Words of lines that are only checked by their program's parser (`check.py`), and the reason.
+# Parts of lines that only their program's parser checks (`check.py`), and the reason.
 ONLY_CHECKED = {
     "make": "builds an environment, or runs everything",
     "pip": "installs from a network", "uv": "installs from a network",
@@ -24,8 +24,8 @@ ONLY_CHECKED = {
     "--install-completion": "changes files of the user's shell",
     "python -m": "a benchmark or a campaign, up to hours",
 }  # fmt: skip
-PACKAGES = {"log.trackers=tensorboard": "tensorboard", "gguf": "gguf"}  # of extras
-# Sizes in a line, and smaller ones.
+PACKAGES = {"log.trackers=tensorboard": "tensorboard", "gguf": "gguf"}  # in extras
+# Sizes in a line and their smaller replacements.
 _SMALLER = {
     "train.tokens=5e6": "train.tokens=1e4",
     "train.steps=600": "train.steps=3",
@@ -68,7 +68,7 @@ def reason_to_only_check(line: Line) -> str | None:
 
 
 def execute(line: Line, folder: Path) -> list["subprocess.CompletedProcess[str]"]:
-    """Run a line to its end, on two nodes of this machine if it is for several."""
+    """Run a line to its end, on two nodes of this machine if it needs several."""
     args = [_SMALLER.get(arg, arg) for arg in line.args]
     args += shrinking(args)
     if "launch.nnodes=2" not in args:

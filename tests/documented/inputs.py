@@ -1,4 +1,4 @@
-"""The files that documented commands assume, small ones, each under the name that a page uses."""
+"""Small files that documented commands assume, under the names that the pages use."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.hostile import make_checkpoint, make_hugging_face
 from tests.models.families import FAMILIES
 from tests.training.chats import make_chat_model, make_chats
 
-_LAYERS = 16  # of Llama 3.2 1B, whose last two the page on fine-tuning selects by number
+_LAYERS = 16  # as in Llama 3.2 1B: the page on fine-tuning selects its last two by number
 _FAMILIES = {
     "llama": ("DIR", "my_model", "my_chat_model", "Llama-3.2-1B", "Llama-3.1-70B",
               "Qwen/Qwen3-0.6B"),
@@ -30,8 +30,8 @@ _AXOLOTL = (
     "sample_packing: true\nmicro_batch_size: 2\ngradient_accumulation_steps: 1\n"
     "num_epochs: 1\nlearning_rate: 0.001\noptimizer: adamw_torch\n"
 )
-_ADAPTED = "adapted"  # the run with adapters
-# The words of a command whose runs/latest has adapters, and the options that name a new file.
+_ADAPTED = "adapted"  # a run with adapters
+# Arguments of commands whose runs/latest has adapters, and options that name a new file.
 _OF_ADAPTERS = ("--merge", "--chat", "peft")
 _WRITES = ("--out",)
 _WRITERS = {"consolidate-checkpoint": 1, "shard-checkpoint": 1, "tokenize": 1}
@@ -56,7 +56,7 @@ def make_inputs(folder: Path) -> Path:
     """Write models, texts, chats, tokens, and configurations of fsdpctl and other tools."""
     for family, names in _FAMILIES.items():
         model = make_chat_model(folder / family, family)
-        if family == "llama":  # scaled as Llama 3.1, whose factor the pages change
+        if family == "llama":  # with the RoPE scaling of Llama 3.1, whose factor the pages change
             content = json.loads((model / "config.json").read_text())
             content.pop("rope_parameters", None)
             content |= {"rope_theta": 1e4, "rope_scaling": _LLAMA31}

@@ -34,7 +34,7 @@ class Line:
 
     @property
     def args(self) -> list[str]:
-        """The arguments that the shell passes, the program first."""
+        """Return the arguments that the shell passes, the program first."""
         return shlex.split(self.text.partition(" > ")[0])
 
 

@@ -26,7 +26,7 @@ _ELSEWHERE = {
     "docs/python-api.md": {"model.has_pending_prefetch", "model.config", "model.generate"},
     "docs/training.md": {"model=mine"},
 }  # fmt: skip
-_checked: set[str] = set()  # the same text is right on every page
+_checked: set[str] = set()  # a text is checked once for all pages
 
 
 @pytest.fixture(scope="module")

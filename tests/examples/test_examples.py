@@ -35,7 +35,7 @@ def documents(example: str) -> list[Any]:
 
 
 def test_rented_nodes_install_what_they_are_given() -> None:
-    """The package is in no index."""
+    """No index has the package."""
     (task,) = documents("skypilot/train.yaml")
     assert (task["workdir"], task["setup"].strip()) == (".", "pip install .")
 
@@ -86,7 +86,7 @@ def test_the_exit_codes_in_the_examples_are_those_of_the_errors() -> None:
 
 
 def _scripts(value: Any) -> list[str]:
-    """Return the texts with a command, at any depth."""
+    """Return the texts that contain a training command, at any depth."""
     if isinstance(value, str):
         return [value] if "fsdpctl train" in value else []
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -100,7 +100,7 @@ def _arguments(example: str, folder: Path) -> list[str]:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (script,) = _scripts(documents(example))
-    shell = "bash" if example.startswith("skypilot") else "sh"  # as the cluster uses
+    shell = "bash" if example.startswith("skypilot") else "sh"  # the shell that the cluster uses
     environment = {"PATH": f"{folder}:/usr/bin:/bin", **_VARIABLES[example]}
     subprocess.run([shell, "-ec", script], cwd=folder, env=environment, check=True, timeout=20)
     return (folder / "arguments").read_text().splitlines()

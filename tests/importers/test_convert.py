@@ -31,7 +31,7 @@ def test_a_recipe_has_the_training_of_the_file(name, tmp_path):
     assert not [key for key in names if key.startswith(("engine", "cluster", "train.loss_chunk"))]
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe_text(recipe, name))
-    # As `train` reads it, which requires what is missing.
+    # `train` reads the recipe and requires the missing values.
     added = [("model", "hf")] if "model" not in names else []
     assert [each for each in read_recipe(file) if each[1] != "???"] == [*recipe.settings, *added]
 
@@ -58,7 +58,7 @@ def test_the_command_line_takes_precedence():
     text = recipe_text(recipe, "axolotl-full.yaml")
     for name, key in (("checkpoint.every", "saves_per_epoch"), ("train.eval_every", "evals_")):
         assert dict(recipe.missing)[name].startswith(key)
-        assert f"{name}: ???" not in text  # it has a default
+        assert f"{name}: ???" not in text  # the key has a default
         assert key not in text.partition("not needed")[2]
 
 

@@ -106,10 +106,8 @@ def test_sharding_of_the_training_file_takes_precedence(tool, keys, strategy):
 @pytest.mark.parametrize(("value", "precision"), [("bf16", "bf16"), ("no", "fp32")])
 def test_the_precision_is_accelerates_if_the_training_file_has_none(value, precision):
     for training in TRAININGS.values():
-        values = dict(
-            pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value}).settings
-        )
-        assert values["precision"] == precision
+        result = pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value})
+        assert dict(result.settings)["precision"] == precision
 
 
 def test_errors_name_the_file_that_has_the_key():

@@ -32,7 +32,7 @@ def import_file(source: str | Path, *typed: str) -> ImportedConfig:
     return import_config(read_other_tool(FILES / source), [H100, *typed])
 
 
-# What another program does to memory, where fsdpctl would train otherwise.
+# Settings for the memory of another program: an estimate adds them to the recipe.
 PROGRAM = {
     "engine", "engine.program", "accumulation", "train.loss_chunk_tokens", "data.packing",
     "precision.reduce_dtype", "model.base_dtype", "model.max_seq_len",
@@ -40,7 +40,7 @@ PROGRAM = {
 
 
 def check_recipe(file: Path, *typed: str) -> None:
-    """Check that the estimate of a file is that of its recipe, with what its program does."""
+    """Check that a file's estimate has the settings of its recipe, and those of its program."""
     args = [H100, *typed]
     settings = dict(arg.split("=", 1) for arg in args)
     known = dict(to_recipe(read_other_tool(file), settings, 8).settings)
@@ -158,7 +158,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
     assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= imported.overridden
     with pytest.raises(UsageError, match=r"run\.yaml: has no data; set data\.path or model\.voc"):
         import_file(written(tmp_path, AXOLOTL, "run.yaml"), "model=llama_tiny")
-    with pytest.raises(UsageError, match=r"^train\.seq_length:"):  # not a mistake of the file
+    with pytest.raises(UsageError, match=r"^train\.seq_length:"):  # a mistake of the command line
         import_file("axolotl-full.yaml", "train.seq_length=3")
 
 
@@ -167,9 +167,8 @@ def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dty
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
     file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
     for arg, expected in (("model.lora.rank=4", dtype), ("model.base_dtype=auto", None)):
-        assert (
-            import_file(file, "model=llama3_8b", arg).composed.config.model.base_dtype == expected
-        )
+        model = import_file(file, "model=llama3_8b", arg).composed.config.model
+        assert model.base_dtype == expected
 
 
 @pytest.mark.parametrize(("arg", "reason"), [
@@ -186,7 +185,7 @@ def test_the_rules_decide_the_engine_of_a_file(arg, reason):
         True,
     )
     assert "engine=fsdp2" in imported.overridden
-    assert imported.composed.recipe == "axolotl-full"  # which a refusal names
+    assert imported.composed.recipe == "axolotl-full"  # an error names the recipe
     typed_engine = import_file("axolotl-full.yaml", arg, "engine=fsdp2")
     assert (typed_engine.composed.config.engine.name, typed_engine.engine_reason) == ("fsdp2", "")
 
@@ -288,7 +287,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (AXOLOTL, "fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
     (AXOLOTL, "bf16: false\ntf32: true", {"precision": "tf32"}),
     (AXOLOTL, "bf16: true\ntf32: true", {"precision": "bf16"}),
-    # The masters of FSDP 2 are the weights as they are loaded.
+    # The master weights of FSDP 2 are the weights as loaded.
     (AXOLOTL, "fsdp_version: 2", {"precision": "bf16_true"}),
     (AXOLOTL, "fsdp_config:\n  activation_checkpointing: true",
      {"activation_checkpointing": "full"}),
@@ -303,14 +302,14 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
      "train.mlp_chunk_tokens": None, "train.global_batch_size": 4}),
     (AXOLOTL, "context_parallel_size: 0", {"train.context_parallel": 1}),
     (AXOLOTL, "context_parallel: {size: 4, ring_size: 2}", {"train.context_parallel": 4}),
-    (AXOLOTL, f"{SHARES}dp_shard_size: 2", {"launch.nproc_per_node": 8}),  # of both degrees
+    (AXOLOTL, f"{SHARES}dp_shard_size: 2", {"launch.nproc_per_node": 8}),  # product of both degrees
     (UNSHARDED, "", {"strategy": "no_shard", "engine": "ddp", "precision": "bf16_true"}),
     (UNSHARDED, "adapter: lora\nlora_r: 8", {"precision": "bf16"}),
     (UNSHARDED, "optimizer: muon", {"optimizer": "muon", "strategy": "no_shard",
      "engine": "fsdpctl", "optimizer.momentum": 0.95}),
     *((UNSHARDED, f"fsdp_config:\n  {key}: 2", {"strategy": "full_shard", "engine": "fsdp2"})
       for key in ("fsdp_version", "version")),
-    # axolotl 0.20 and transformers 5 shard by FSDP 2 if nothing is of FSDP 1.
+    # axolotl 0.20 and transformers 5 use FSDP 2 unless a key is of FSDP 1.
     (UNSHARDED, "fsdp_config: {reshard_after_forward: true}", {"precision": "bf16_true"}),
     (UNSHARDED, "fsdp_config: {forward_prefetch: true}", {"precision": "bf16"}),
     *((UNSHARDED, f"layer_offloading: true\n{adapter}", {"strategy.offload": offload})
@@ -328,7 +327,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
        "adapter: lora\nlora_target_linear: true" * adapts, {"strategy.offload": offload})
       for zero, adapts, offload in ((_PARAMS, False, "none"), (_PARAMS, True, "params"),
                                     (_PARAMS.replace("}}", _STATES), False, "all"))),
-    # TRL 1.16 makes all logits only to smooth labels.
+    # TRL 1.16 computes all logits only for label smoothing.
     *(("model_name_or_path: gpt2\n", line, {"train.loss_chunk_tokens": chunk})
       for line, chunk in {
         "loss_type: nll": None, "loss_type: chunked_nll": None, "label_smoothing_factor: 0.1": 0,
@@ -385,7 +384,7 @@ def test_the_estimate_of_a_file_is_that_of_its_recipe_and_of_its_program(name):
     (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|q|v)_proj",
      "[q_proj,v_proj,up_proj,down_proj]"),
     (r".*\.self_attn\.(q|k)_proj", "[q_proj,k_proj]"), ("q_proj", "[q_proj]"),
-    ("(q|k)_proj", None),  # of a whole name
+    ("(q|k)_proj", None),  # matches whole names
     (r"(?!.*vision)model\.layers\.\d+\..*\.(?:q|up)_proj", "[q_proj,up_proj]"), ("(q", None),
 ])  # fmt: skip
 @pytest.mark.parametrize("tool", ["axolotl", "trl"])

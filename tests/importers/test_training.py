@@ -88,8 +88,8 @@ def test_defaults_of_transformers_are_those_of_its_arguments():
         assert theirs == (text if isinstance(theirs, str) else float(text))
 
 
-# The keys of axolotl 0.21.0 and TRL 1.16 with transformers 5.24 that decide what is trained, by
-# their schemas, without those that only matter with others, or are about validation.
+# Keys in the schemas of axolotl 0.21.0 and of TRL 1.16 with transformers 5.24 that affect training,
+# without keys that only matter with other keys, and without keys of validation.
 DECIDING = {
     "axolotl": (
         "reinit_weights num_labels lora_modules_to_save lora_rank_pattern lora_alpha_pattern "
@@ -163,7 +163,7 @@ def test_rates_are_those_of_transformers_in_each_step(tool, name, more, warmup):
     steps = 30
     kind = {"axolotl": "lr_scheduler", "TRL": "lr_scheduler_type"}[tool]
     key = "warmup_ratio" if 0 < warmup < 1 else "warmup_steps"
-    # Of 4.5: axolotl rounds down, transformers up.
+    # axolotl rounds 4.5 steps down, transformers rounds up.
     count = {"axolotl": 4, "TRL": 5}[tool] if key == "warmup_ratio" else int(warmup)
     options = {kind: name, "lr_scheduler_kwargs": more or None, key: warmup, "max_steps": steps}
     result = rates(settings(tool, learning_rate=1e-3, **options), steps)
@@ -179,7 +179,7 @@ def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
     )  # fmt: skip
     assert rates(values, steps).index(1.0) == count
     known = settings("axolotl", max_steps=steps)["lr_scheduler.warmup_steps"]
-    assert int(known) == (2 if count == 1 else count)  # as axolotl, which makes one step two
+    assert int(known) == (2 if count == 1 else count)  # axolotl makes one step two
 
 
 @pytest.mark.parametrize(("tool", "changes", "message"), [

@@ -1,4 +1,4 @@
-"""Tiny directories of the causal decoders of transformers, as they are on the Hub."""
+"""Tiny causal decoders of transformers, in directories as on the Hub."""
 
 import json
 from collections.abc import Mapping
@@ -34,11 +34,11 @@ from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model, make_module
-from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
+from tests.models.tiny import FAMILY_SIZES, WORDS, _sizes
 
 LENGTH = 16
 CPU = torch.device("cpu")
-# Sizes that the rule of tests.models.tiny does not find.
+# Sizes that tests.models.tiny does not set.
 _SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -65,7 +65,7 @@ def tiny_config(family: str) -> Any:
     Raises:
         Exception: If the family cannot be made tiny by changing its sizes.
     """
-    sizes = _sizes(hf.AutoConfig.for_model(family)) | _OF_ITS_OWN.get(family, {})
+    sizes = _sizes(hf.AutoConfig.for_model(family)) | FAMILY_SIZES.get(family, {})
     sizes |= _SIZES.get(family, {})
     content = hf.AutoConfig.for_model(family, **sizes).to_json_string()
     settings = sizes_and_config(json.loads(content), family)
@@ -76,7 +76,7 @@ def save_decoder(family: str, folder: Path, **settings: Any) -> None:
     """Write a tiny model with drawn weights to a directory, as transformers does."""
     config = tiny_config(family)
     for name, value in settings.items():
-        with suppress(NotImplementedError):  # as xlnet's positions
+        with suppress(NotImplementedError):  # some are read-only, such as xlnet's positions
             setattr(config, name, value)
         if hasattr(config, f"decoder_{name}"):
             setattr(config, f"decoder_{name}", value)
@@ -115,17 +115,17 @@ _float = Tensor.float
 
 
 def _exact_softmax(scores: Tensor, dim: int, dtype: Any = None, **others: Any) -> Tensor:
-    """Eager attention of transformers has shares in float32, whatever its scores are."""
+    """Return the softmax without the cast of float64 scores to float32 in eager attention."""
     return _softmax(scores, dim, dtype=None if scores.dtype == torch.float64 else dtype)
 
 
 def _exact_float(values: Tensor) -> Tensor:
-    """Scores of attention and of routers are in float32 at least."""
+    """Return float64 values unchanged: attention and routers cast their scores to float32."""
     return values if values.dtype == torch.float64 else _float(values)
 
 
 def exact_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The loss of one of both without anything that rounds to float32."""
+    """Return the loss of our or transformers' model, without casts to float32."""
     is_theirs = isinstance(model, hf.PreTrainedModel)
     with (
         mock.patch.object(F, "softmax", _exact_softmax),
@@ -151,11 +151,9 @@ def compose(folder: Path, *args: str) -> Resolved:
 def saved(
     model: ShardedModel, config: Config, folder: Path, assets: Mapping[str, bytes] | None = None
 ) -> CheckpointReader:
-    """A checkpoint of a model without its optimizer."""
-    options, ranks = (
-        CheckpointMetadata(Progress(1), to_settings(config), assets or {}),
-        model.collectives,
-    )
+    """Save a model without its optimizer; return the checkpoint."""
+    options = CheckpointMetadata(Progress(1), to_settings(config), assets or {})
+    ranks = model.collectives
     write_checkpoint(folder, take_snapshot(model, None, ranks.rank, options), ranks)
     return CheckpointReader(folder)
 
@@ -187,7 +185,7 @@ def fill(module: nn.Module, weights: TensorSource) -> None:
 
 
 def drawn(model: ModelConfig, seed: int = 0) -> TransformersDecoder:
-    """A model with its initial weights, without an engine."""
+    """Return a model with its initial weights, without an engine."""
     module = build_model(model)
     fill_buffers(module)
     allocate(module)
@@ -198,7 +196,7 @@ def drawn(model: ModelConfig, seed: int = 0) -> TransformersDecoder:
 
 
 def plain_module(folder: Path, *args: str) -> TransformersDecoder:
-    """A model with experts and its weights, without an engine."""
+    """Return a model with experts and its weights, without an engine."""
     config, _ = adapt_to_decoder(compose(folder, *args))
     module = make_module(config)
     assert isinstance(module, TransformersDecoder)

@@ -1,4 +1,4 @@
-"""Tiny models of every family that is offered, made by transformers."""
+"""Tiny models of every family that fsdpctl offers, made by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -67,21 +67,20 @@ FAMILIES = {
 }
 
 
-FEW = ["mistral window", "gemma3", "gpt2", "qwen3"]  # of each kind of attention, for fast tests
+FEW = ["mistral window", "gemma3", "gpt2", "qwen3"]  # each kind of attention, for fast tests
 OTHERS = [each for each in FAMILIES if each not in FEW]
 
 
 def save_model(
     family: str, folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> PreTrainedModel:
-    """A model with every parameter drawn, norms and biases too, in `folder`."""
+    """Save a model with every parameter drawn, norms and biases too, in `folder`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(FAMILIES[family])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, param in model.named_parameters():
             is_norm = "norm" in name and param.ndim == 1 and not family.startswith("gemma")
-            mean = 1.0 if is_norm else 0.0
-            param.normal_(mean, 0.15, generator=generator)
+            param.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
     model.to(dtype=dtype).eval()  # type: ignore[call-arg]  # its decorator hides the signature
     model.save_pretrained(folder, **kwargs)
     return model

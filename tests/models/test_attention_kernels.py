@@ -1,4 +1,4 @@
-"""Attention runs in the kernel that is selected, and in no slower one where that cannot run."""
+"""Attention runs in the selected kernel, or in the next one if that kernel cannot run."""
 
 from collections import Counter
 from functools import partial
@@ -31,7 +31,7 @@ def seen_on_cuda(
     dtype: torch.dtype, kernel: str | None = None, *, window: int | None = None,
     packs: bool = False, kv_heads: int = 2,
 ) -> Counter[str]:  # fmt: skip
-    """The operators of a forward, as a GPU would run them."""
+    """Return the operators of a forward, as a GPU would run them."""
     args = [f"model.num_layers={LAYERS}", f"model.num_kv_heads={kv_heads}", "model.vocab_size=50"]
     for arg in ("model_type=mistral", f"sliding_window={window or 'null'}"):
         args.append(f"model.overrides.{arg}")
@@ -65,9 +65,7 @@ def test_float32_never_falls_back_to_the_math_kernel(window, packs, kv_heads):
     ("efficient", None, False, EFFICIENT), ("efficient", WINDOW, False, EFFICIENT),
     ("efficient", None, True, EFFICIENT),
 ])  # fmt: skip
-def test_two_byte_dtypes_run_in_the_selected_kernel_or_the_next_one(
-    kernel, window, packs, expected
-):
+def test_two_byte_dtypes_run_in_the_selected_kernel_or_the_next(kernel, window, packs, expected):
     names = seen_on_cuda(torch.bfloat16, kernel, window=window, packs=packs)
     assert kernels_of(names) == {expected: LAYERS}
     if expected == VARLEN:
@@ -80,8 +78,7 @@ def test_the_math_kernel_runs_if_it_is_selected():
 
 def inputs(dtype: torch.dtype = torch.float32, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    counts = (4, heads, heads)
-    drawn = [torch.randn(2, count, LENGTH, 8, generator=generator) for count in counts]
+    drawn = [torch.randn(2, count, LENGTH, 8, generator=generator) for count in (4, heads, heads)]
     q, k, v = (each.to(dtype).requires_grad_() for each in drawn)
     return q, k, v
 

@@ -1,4 +1,4 @@
-"""Text with a cache of keys and values is the text without."""
+"""Generation with a cache of keys and values returns the same text as without."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def make_model(name: str) -> torch.nn.Module:
     module = drawn(compose_config([*SIZES, *MODELS[name]]).config.model, seed=1).double()
     with torch.no_grad():
         for param in module.parameters():
-            param.mul_(4)  # so that what it says depends on what it was given
+            param.mul_(4)  # so that the text depends on the prompt
     return module
 
 

@@ -1,4 +1,4 @@
-"""A config.json means here what it means in transformers, whatever it says, or it is refused."""
+"""fsdpctl reads every config.json as transformers does, or refuses it."""
 
 import json
 from typing import Any
@@ -91,7 +91,7 @@ def ours_of(model: ModelConfig, theirs: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def check(family: str, edit: dict[str, Any]) -> str:
-    """Compare the logits; return what is wrong."""
+    """Compare the logits; return the problem."""
     content = content_of(family, edit)
     tokens = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))
     try:
@@ -103,7 +103,7 @@ def check(family: str, edit: dict[str, Any]) -> str:
         model = model_of(content)
         if theirs is None:
             build_base_model(model)
-            return ""  # it fails in the check of a small copy
+            return ""  # the check of a small copy refuses it
         result = ours_of(model, theirs)(tokens)
     except UsageError as error:
         text = str(error)
@@ -112,21 +112,21 @@ def check(family: str, edit: dict[str, Any]) -> str:
     return "" if difference <= 1e-5 else f"differs by {difference}"
 
 
-def wrong_ones(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+def problems_of(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
     results = [(f"{family} {edit}", check(family, edit)) for family, edit in cases]
     return [f"{case}: {problem}" for case, problem in results if problem]
 
 
 def test_logits_are_those_of_transformers():
-    assert not wrong_ones([(FAMILIES[n % len(FAMILIES)], edit) for n, edit in enumerate(EDITS)])
+    assert not problems_of([(FAMILIES[n % len(FAMILIES)], edit) for n, edit in enumerate(EDITS)])
 
 
 @pytest.mark.slow
 def test_logits_are_those_of_transformers_for_every_edit():
-    assert not wrong_ones([(family, edit) for edit in EDITS for family in FAMILIES])
+    assert not problems_of([(family, edit) for edit in EDITS for family in FAMILIES])
 
 
-NOBODY_MEANS: list[tuple[str, dict[str, Any]]] = [
+INVALID: list[tuple[str, dict[str, Any]]] = [
     ("llama", {key: value})
     for key, value in [
         ("num_hidden_layers", None), ("num_hidden_layers", True), ("num_hidden_layers", 2.5),
@@ -137,7 +137,7 @@ NOBODY_MEANS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "edit"), NOBODY_MEANS, ids=str)
+@pytest.mark.parametrize(("family", "edit"), INVALID, ids=str)
 def test_a_value_that_nobody_means_is_named(family, edit):
     with pytest.raises(UsageError) as caught:
         sizes_and_config({"model_type": family, **edit}, "DIR/config.json")

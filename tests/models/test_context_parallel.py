@@ -1,4 +1,4 @@
-"""Ranks that share rows compute what one computes on whole rows."""
+"""Ranks that share rows compute what one rank computes on whole rows."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Tokens and targets; in the second row, only the last documents are trained."""
+    """Return tokens and targets; in the second row, only the last documents are trained."""
     generator = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
     targets[1, :-9] = -100
@@ -33,7 +33,7 @@ def rows() -> tuple[Tensor, Tensor]:
 def shared_gradients(
     model: Any, ranks: int, packed: Lengths | None, sliced: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    """The sum of all ranks' gradients of the summed loss; `sliced` takes a rank's part."""
+    """Return the gradients of the loss summed over ranks; `sliced` returns a rank's part."""
     tokens, targets = rows()
     models = [copy.deepcopy(model) for _ in range(ranks)]
     lengths = packed or ((LENGTH,),) * 2
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_whole_rows(tmp_path, family, packed, ranks):
     assert result.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = float(gradient.abs().max()) or 1.0
-        limit = 1e-6 if "gemma" in family else 1e-12  # its norms are computed in float32
+        limit = 1e-6 if "gemma" in family else 1e-12  # Gemma computes norms in float32
         torch.testing.assert_close(result[name] / scale, gradient / scale, rtol=0, atol=limit)
 
 
@@ -85,7 +85,7 @@ def test_logits_are_those_of_whole_rows_to_the_bit(tmp_path, packed):
 
 
 def test_targets_that_are_shifted_after_the_cut_are_another_loss(tmp_path):
-    """The last token of each part would be predicted from nothing."""
+    """If each rank shifted its part, the last token of the part would have no target."""
     save_model("llama", tmp_path)
     model, (_, targets) = opened(tmp_path), rows()
 

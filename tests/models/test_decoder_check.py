@@ -1,4 +1,4 @@
-"""A small copy tells what a decoder of transformers does, before a run or an estimate."""
+"""A check of a small copy of a transformers decoder, before a run or an estimate."""
 
 import signal
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
 
 
 def test_rotary_embeddings_that_depend_on_all_positions_are_those_of_full_rows(tmp_path):
-    """A rank has only its own positions."""
+    """A rank has only the positions of its part of a row."""
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
             "long_factor": [4.0] * 4, "original_max_position_embeddings": 30}  # fmt: skip
     save_decoder("llama", tmp_path, rope_parameters=long)
@@ -86,7 +86,7 @@ def test_rotary_embeddings_that_depend_on_all_positions_are_those_of_full_rows(t
 
 
 def test_few_learned_positions_suffice(tmp_path):
-    """Samples of the check are longer than what the model allows."""
+    """The samples of the check are longer than the model allows."""
     save_decoder("gpt2", tmp_path, n_positions=8, attn_pdrop=0.0)
     config = compose(tmp_path, "train.seq_len=8")
     assert not check_decoder(config.model).attention_problem

@@ -1,4 +1,4 @@
-"""Decoders of transformers under `model=hf`, beside transformers itself."""
+"""Decoders of transformers under `model=hf`, compared with transformers."""
 
 import json
 from functools import partial
@@ -49,9 +49,9 @@ from tests.reference import PaddedAdamW, train_reference
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optimizer"]
 SOME = ["qwen3_moe"]
-# Of these, transformers computes the shares of sinks in float32; AdamW multiplies the rounding.
+# transformers applies their sinks in float32; AdamW amplifies the rounding errors.
 SHARES_IN_FLOAT32 = {"granite_swa", "granitemoe_swa"}
-EPS = 1e-6  # with 1e-8, AdamW multiplies the rounding of a gradient of 1e-9 by 1e6
+EPS = 1e-6  # with 1e-8, AdamW multiplies the rounding error of a gradient of 1e-9 by 1e6
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "decoders.json").read_text())["results"]
 
@@ -59,10 +59,10 @@ RESULTS = json.loads((ROOT / "benchmarks" / "results" / "decoders.json").read_te
 def trains_as_transformers(
     rank: int, world_size: int, folder: Path, family: str, strategies: list[str]
 ) -> None:
-    """The loss as a run computes it in float32, and three steps in float64.
+    """Compare a run's loss in float32, and three steps in float64, with transformers.
 
-    In float32, AdamW turns the rounding of gradients that are zero, as those of the keys' biases,
-    into steps. Grouped products have no float64.
+    In float32, AdamW turns rounding errors of zero gradients, such as those of the keys' biases,
+    into steps. Grouped matrix products do not support float64.
     """
     if rank == 0:
         save_decoder(family, folder)
@@ -70,14 +70,14 @@ def trains_as_transformers(
     batches = batches_of(3, world_size)
     wanted = their_loss(load_decoder(folder), batches[0][rank][0]).item()
     theirs = load_decoder(folder, experts_implementation="eager").double()
-    fuse_norms(theirs)  # those of transformers round to float32
+    fuse_norms(theirs)  # transformers' norms round to float32
     names = [name for name, _ in theirs.named_parameters()]
     make_optimizer = partial(PaddedAdamW, eps=EPS)
     expected = train_reference(theirs, exact_loss, batches, make_optimizer=make_optimizer)
     config, _ = adapt_to_decoder(compose(folder))
     for strategy in strategies:
         model = load(config, strategy)
-        model.train(False)  # without dropout, as the other one
+        model.train(False)  # without dropout, as the reference
         loss = our_loss(model, batches[0][rank][0]).item()
         assert loss == pytest.approx(wanted, rel=1e-6), strategy
         module = plain_module(folder).double().train(False)
@@ -98,11 +98,9 @@ def test_trains_as_transformers(rank: int, world_size: int, family: str, tmp_pat
     trains_as_transformers(rank, world_size, tmp_path / "in", family, STRATEGIES[:1])
 
 
-# transformers' mask of xglm has no float64.
+# transformers' mask of xglm does not support float64.
 SUPPORTED = [
-    each["family"]
-    for each in RESULTS
-    if each["is_tried"] and not each["problem"] and each["family"] != "xglm"
+    x["family"] for x in RESULTS if x["is_tried"] and not x["problem"] and x["family"] != "xglm"
 ]
 
 
@@ -116,7 +114,7 @@ def test_families_train_as_transformers(rank, world_size, family, tmp_path):
 
 @pytest.mark.slow
 def test_the_results_are_those_of_the_installed_transformers():
-    """The table in docs/models.md is made of them."""
+    """The table in docs/models.md shows these results."""
     known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     assert {each["family"] for each in RESULTS} == set(known)
     for each in RESULTS:
@@ -235,15 +233,13 @@ def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
     options: dict[str, Any] = {"context": 32, "sampling": Sampling(0, temperature=0), "device": CPU}
-    results = [
-        [*generate(module, [1, 2, 3], range(8), **options, use_cache=x)] for x in (True, False)
-    ]
-    assert results[0] == results[1]
+    tokens = partial(generate, module, [1, 2, 3], range(8), **options)
+    assert [*tokens(use_cache=True)] == [*tokens(use_cache=False)]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_are_those_of_peft(tmp_path):
-    """Merged adapters, and exported ones under PEFT, compute what the model computes."""
+    """Merged adapters, and exported adapters in PEFT, compute what the model computes."""
     peft: Any = pytest.importorskip("peft")
     save_decoder("qwen3_moe", tmp_path / "in")
     config = compose(tmp_path / "in", "model.lora.rank=2", "optimizer.lr=1e-2")

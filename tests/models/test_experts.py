@@ -1,4 +1,4 @@
-"""Models of transformers with experts: routing, its loss, recomputation, and what is counted."""
+"""Models of transformers with experts: routing, its loss, recomputation and counts."""
 
 from types import SimpleNamespace
 
@@ -85,7 +85,7 @@ def test_a_model_without_routers_has_no_auxiliary_loss(family, tmp_path):
     module = plain_module(tmp_path)
     assert not module.adds_aux_loss
     module = plain_module(tmp_path)
-    module.transformers_model.z_loss_coefficient = 0.1  # as Bamba's
+    module.transformers_model.z_loss_coefficient = 0.1  # as in Bamba
     with pytest.raises(UsageError, match="z_loss_coefficient=0.1: not supported; set it to 0, or"):
         module(*batches_of(1, 1)[0][0][0].chunk(2))
 
@@ -135,7 +135,7 @@ def test_the_choice_of_experts_is_not_recomputed(tmp_path):
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_experts_without_tokens_have_zero_gradients(rank, world_size, tmp_path):
-    """Equal tokens are sent to the same experts: on a rank, and then on all of them."""
+    """Equal tokens are routed to the same experts: first on each rank, then on all ranks."""
     folder = tmp_path / "in"
     if rank == 0:
         save_decoder("qwen3_moe", folder)

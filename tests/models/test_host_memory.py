@@ -1,4 +1,4 @@
-"""A rank that loads weights holds its part of them, not the whole."""
+"""A rank that loads weights holds its shard in memory, not the whole model."""
 
 import re
 from pathlib import Path
@@ -23,28 +23,28 @@ BLOCKS, WIDTH = 24, 512
 MIB = 1 << 20
 
 
-def most_held() -> int:
-    """Bytes, since it was last reset."""
+def peak_bytes() -> int:
+    """Return the peak of resident bytes since the last reset."""
     result = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert result
     return 1024 * int(result[1])
 
 
 @distributed(world_size=4)
-def loads(rank: int, world_size: int, path: Path, size: int) -> None:
+def check_peak(rank: int, world_size: int, path: Path, size: int) -> None:
     config = stored_config(compose_config(["model=hf", f"model.path={path}"]).config)
     load_weights(open_weights(config.model), make_model(config, torch.device("cpu"), empty=True))
-    Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
-    before = most_held()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: the first load has imported all
+    before = peak_bytes()
     model = make_model(config, torch.device("cpu"), empty=True)
     load_weights(open_weights(config.model), model)
-    held = most_held() - before
+    held = peak_bytes() - before
     block = size // BLOCKS
     assert held <= size // world_size + 3 * block + 8 * MIB, (held // MIB, size // MIB)
 
 
 def save_large_model(folder: Path) -> int:
-    """Save a model, and return its bytes."""
+    """Save a model; return the bytes of its weights."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=BLOCKS,
         num_attention_heads=8, num_key_value_heads=8,
@@ -59,12 +59,10 @@ def save_large_model(folder: Path) -> int:
 @pytest.mark.slow
 def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
     size = save_large_model(tmp_path / "hf")
-    loads(path=tmp_path / "hf", size=size)
+    check_peak(path=tmp_path / "hf", size=size)
     model = compose_config(["model=hf", f"model.path={tmp_path / 'hf'}"]).config
     options = CheckpointMetadata(config=to_settings(model))
-    write_sharded_weights(
-        open_weights(model.model), tmp_path / "own", num_files=1, metadata=options
-    )
-    reader = CheckpointReader(tmp_path / "own")
+    write_sharded_weights(open_weights(model.model), tmp_path / "c", num_files=1, metadata=options)
+    reader = CheckpointReader(tmp_path / "c")
     write_gguf(reader, tmp_path / "m.gguf", dtype="BF16", overwrite=False)
-    loads(path=tmp_path / "m.gguf", size=size)
+    check_peak(path=tmp_path / "m.gguf", size=size)

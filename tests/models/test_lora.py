@@ -1,4 +1,4 @@
-"""What gets an adapter and what is trained; what cannot be is refused in one line."""
+"""Layers with adapters, and trained parameters; a wrong setting is refused in one line."""
 
 import json
 import math
@@ -46,7 +46,7 @@ Q_AND_V = ["q_proj", "v_proj"]
 
 
 def adapted(text: str) -> list[str]:
-    """The ends of the names of adapted layers."""
+    """Return the last parts of the names of adapted layers."""
     names = trained("model.lora.rank=2", f"model.lora.targets={text}")
     return sorted({name.split(".")[-3] for name in names})
 
@@ -164,12 +164,9 @@ def test_the_estimate_shows_the_trained_parameters():
     args = ["estimate-memory", *SMALL, "launch.nproc_per_node=2", "launch.device=cpu"]
     code, out = invoke(*args, "model.lora.rank=4", "--json")
     assert code == 0, out
-    content = json.loads(out[out.index("{") :])  # behind a note on a machine of one core
-    expected = sum(
-        param.numel()
-        for param in build_model(config("model.lora.rank=4")).parameters()
-        if param.requires_grad
-    )
+    content = json.loads(out[out.index("{") :])  # after a note, on a machine with one core
+    params = build_model(config("model.lora.rank=4")).parameters()
+    expected = sum(param.numel() for param in params if param.requires_grad)
     assert content["num_trained_parameters"] == expected
     code, out = invoke(*args, "model.lora.rank=4", "engine=fsdp2")
     assert (code, out) == (2, "model.lora.rank=4: requires engine=fsdpctl, got engine=fsdp2")

@@ -28,8 +28,7 @@ def _mask() -> Tensor:
     """Return the next mask, times its scale."""
     seed = int(torch.empty((), dtype=torch.int64).random_())
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.empty(ROWS, WIDTH).bernoulli_(1 - DROPOUT, generator=generator)
-    return mask / (1 - DROPOUT)
+    return torch.empty(ROWS, WIDTH).bernoulli_(1 - DROPOUT, generator=generator) / (1 - DROPOUT)
 
 
 def _again(layer: LoraLinear) -> Callable[[Tensor], Tensor]:
@@ -42,7 +41,7 @@ _WAYS: dict[str, Callable[[LoraLinear], Callable[[Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.filterwarnings("ignore")  # torch's warnings about its own code
 @pytest.mark.parametrize("way", fast("plain", "recomputed", slow=list(_WAYS)[2:]))
 def test_forward_and_backward_have_one_mask(way):
     layer, x = _adapted(), torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -66,7 +65,7 @@ def test_a_share_of_the_inputs_is_dropped_and_the_mean_stays():
     share = (draws == 0).float()
     assert share.mean().item() == pytest.approx(0.1, abs=0.002)
     assert draws.mean().item() == pytest.approx(1, abs=0.002)
-    # Each place is dropped as often as another one, and calls are independent.
+    # Every element is dropped equally often, and calls are independent.
     assert share.mean((0, 1)).sub(0.1).abs().max().item() < 5 * (0.09 / (8 * ROWS)) ** 0.5
     assert (share[0] * share[1]).mean().item() == pytest.approx(0.01, abs=0.003)
 

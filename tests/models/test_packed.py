@@ -31,7 +31,7 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Tokens and targets; those of the last documents are not trained."""
+    """Return tokens and targets; the last documents are masked."""
     drawn = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
     tokens, targets = drawn
     targets[:, -10:] = -100
@@ -94,8 +94,8 @@ def test_without_documents_a_row_has_other_results(tmp_path):
     assert (ours(tokens) - apart).abs().max() > 0.1
 
 
-def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any, **options: Any) -> Any:
-    """What the kernel for CUDA is documented to do, in its own layout."""
+def emulated(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any, **options: Any) -> Any:
+    """Compute what the documentation of the CUDA kernel states, in its layout."""
     key_offsets, max_q, max_k = rest
     left, right = options.pop("window_size")
     shares = options.pop("enable_gqa", False)
@@ -108,8 +108,8 @@ def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any, **o
         assert end - start <= min(max_q, max_k)
         if start == end:
             continue
-        places = torch.arange(end - start)
-        distance = places[:, None] - places
+        positions = torch.arange(end - start)
+        distance = positions[:, None] - positions
         sees = (distance >= 0) & ((distance <= left) | (left < 0))
         q_, k_, v_ = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=sees, enable_gqa=shares)
@@ -121,16 +121,13 @@ def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any, **o
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 9])
 def test_the_kernel_for_cuda_gets_the_same_documents(monkeypatch, window, kv_heads, kernel_shares):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_offsets)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", emulated)
     monkeypatch.setattr(attention, "_varlen_has_gqa", lambda: kernel_shares)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    seen = [
-        attention_mask(q[:, 0], 8, window, pack_documents(LENGTHS, CPU, kernel_device=x))
-        for x in ("cuda", "cpu")
-    ]
-    flat, each = (attend(q, k, v, one) for one in seen)
+    packed = [pack_documents(LENGTHS, CPU, kernel_device=x) for x in ("cuda", "cpu")]
+    flat, each = (attend(q, k, v, attention_mask(q[:, 0], 8, window, x)) for x in packed)
     torch.testing.assert_close(flat, each, rtol=2e-2, atol=2e-2)
     assert flat.transpose(1, 2).is_contiguous()
 

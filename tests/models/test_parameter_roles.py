@@ -1,4 +1,4 @@
-"""The roles of parameters are what the forward does with them."""
+"""The roles of parameters match their use in the forward."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_norms_of_heads_and_biases_do_not_decay():
 
 
 class Plain(nn.Module):
-    """Has experts without names that transformers knows."""
+    """A model with experts whose names transformers does not know."""
 
     def __init__(self) -> None:
         super().__init__()

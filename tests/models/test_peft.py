@@ -1,4 +1,4 @@
-"""Adapters of PEFT give its logits in training, in an export and merged, or are refused by name."""
+"""PEFT adapters give PEFT's logits in training, exported and merged, or are refused by name."""
 
 import json
 from dataclasses import fields

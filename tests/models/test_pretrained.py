@@ -1,4 +1,4 @@
-"""Models of others come in, train, and go out again as theirs."""
+"""Models that transformers saved are loaded, trained, and exported for transformers."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def difference(ours: ShardedModel, theirs: torch.nn.Module) -> float:
 
 
 def edited(folder: Path, **kwargs: object) -> Path:
-    """The directory, its config.json changed."""
+    """Change the config.json of a directory; return the directory."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | kwargs))
     return folder

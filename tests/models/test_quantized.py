@@ -32,7 +32,7 @@ from fsdpctl.resolve.rules import validate
 from tests.fused import fused_by
 from tests.matrix import fast
 
-# By quantize_4bit(quant_type="nf4", blocksize=64) of bitsandbytes 0.50.2, two blocks each.
+# Two blocks each, by quantize_4bit(quant_type="nf4", blocksize=64) of bitsandbytes 0.50.2.
 THEIRS = {
     "linear": "00000000001111111111111112222222222333333344444445555556666667777778888899999aaaaaa"
     "bbbbbbcccccccdddddddddeeeeeeeeeeeeeefffffffff",
@@ -120,7 +120,7 @@ def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
     assert INT8.num_bytes(numel := 4096 * 14336) == numel * 66 / 64
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.filterwarnings("ignore")  # torch's warnings about its own code
 @pytest.mark.parametrize("backend", fast("eager", slow=["inductor"]))
 @pytest.mark.parametrize(("packing", "dtype"), [
     (NF4, torch.bfloat16), (INT8, torch.float32), (QUANT_FORMATS["float32"], torch.bfloat16),
@@ -165,7 +165,7 @@ def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, d
 
 
 class Stored:
-    """A source of one weight, that counts what is read."""
+    """A source of one weight that counts the elements read."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.num_read = values, 0
@@ -231,7 +231,6 @@ def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(pa
     (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, float32, or auto"),
 ])  # fmt: skip
 def test_what_cannot_be_quantized_is_rejected(args, error):
+    settings = ["model.vocab_size=64", *args]
     with pytest.raises(UsageError, match=error):
-        build_model(
-            validate(assign_ranks(compose_config(["model.vocab_size=64", *args]).config)).model
-        )
+        build_model(validate(assign_ranks(compose_config(settings).config)).model)

@@ -64,7 +64,7 @@ def write_adapters(base: Path, folder: Path, layer: str, matrices: list[str]) ->
 
 
 def gradients(model: ShardedModel) -> list[Tensor]:
-    """The norms of the gradients of all adapters."""
+    """Return the norms of the gradients of all adapters."""
     results = []
     for shard in model.flat_shards():
         for placement in shard.layout.param_spans if shard.trainable else ():
@@ -79,20 +79,18 @@ def gradients(model: ShardedModel) -> list[Tensor]:
      ("qwen3_moe", "auto", MATRICES[1:]), ("gpt_oss", "auto", MATRICES[:1])],
 ))  # fmt: skip
 def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
-    """Logits and gradients beside PEFT on the dequantized base; in an export, and merged."""
+    """Compare logits and gradients with PEFT on the dequantized base, exported and merged too."""
     import peft
 
     family, packing, matrices = case
     save_decoder(family, tmp_path / "in", hidden_size=64)
-    packed = compose(tmp_path / "in", "model.lora.rank=8", f"model.base_dtype={packing}")
+    base_dtype = f"model.base_dtype={packing}"
+    packed = compose(tmp_path / "in", "model.lora.rank=8", base_dtype)
     consolidate(saved(loaded(packed), packed, tmp_path / "first"), tmp_path / "base", merge=True)
     write_adapters(tmp_path / "base", tmp_path / "adapters", LAYER, matrices)
-    theirs = peft.PeftModel.from_pretrained(
-        load_decoder(tmp_path / "base"), tmp_path / "adapters", is_trainable=True
-    )
-    config = compose(
-        tmp_path / "in", f"model.lora.path={tmp_path / 'adapters'}", f"model.base_dtype={packing}"
-    )
+    base = load_decoder(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
+    config = compose(tmp_path / "in", f"model.lora.path={tmp_path / 'adapters'}", base_dtype)
     model = loaded(config)
     if packing != "auto":
         assert sum("experts" in name for name in quantized_shapes(model.module)) >= 2
@@ -118,7 +116,7 @@ def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
 @pytest.mark.parametrize("world_size", fast(2, slow=[3]))
 @distributed()
 def test_ranks_train_what_one_process_trains(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Also if equal tokens are sent to the same experts: on a rank, and then on all of them."""
+    """Equal tokens are routed to the same experts: first on each rank, then on all ranks."""
     folder = tmp_path / "in"
     if rank == 0:
         save_decoder("qwen3_moe", folder, hidden_size=64)
@@ -202,7 +200,7 @@ def test_layers_called_like_matrices_of_experts_leave_experts_as_they_are(tmp_pa
 
 @pytest.mark.parametrize("targets", fast("[all_linear,experts]", slow=["[down_proj,o_proj]"]))
 def test_layers_called_like_matrices_of_experts_open_in_peft(tmp_path: Path, targets: str) -> None:
-    """PEFT takes them for the experts' in families that transformers converts."""
+    """PEFT treats such layers as experts in families that transformers converts."""
     peft: Any = pytest.importorskip("peft")
     save_decoder("deepseek_v3", tmp_path / "in")
     config = compose(tmp_path / "in", "model.lora.rank=8", f"model.lora.targets={targets}")

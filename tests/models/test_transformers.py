@@ -63,9 +63,8 @@ def test_the_byte_tokenizer_opens_in_transformers(tmp_path):
 
 def test_large_models_are_split_and_cast(tmp_path):
     _, reader = make_checkpoint(tmp_path)
-    assert (
-        consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000).num_files > 2
-    )
+    result = consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000)
+    assert result.num_files > 2
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     for file in (tmp_path / "hf").glob("*.safetensors"):
         assert {values.dtype for values in load_file(file).values()} == {torch.bfloat16}
@@ -95,7 +94,7 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
     file = tmp_path / "hf" / "model.safetensors"
     weights = file.read_bytes()
     save_file(load_file(file), file)
-    with pytest.raises(UsageError, match="not an earlier export"):  # but somebody's model
+    with pytest.raises(UsageError, match="not an earlier export"):  # it is a model of the user
         consolidate(reader, tmp_path / "hf", overwrite=True)
     file.write_bytes(weights)
     (tmp_path / "hf" / "notes.txt").touch()

@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def pair(family: str, settings: dict[str, Any]) -> tuple[Any, TransformersDecoder]:
-    """The module of transformers with drawn weights, and ours with the same."""
+    """Return transformers' module with drawn weights, and ours with the same weights."""
     config = tiny_config(family)
     for name, value in settings.items():
         setattr(config, name, value)
@@ -51,7 +51,7 @@ def pair(family: str, settings: dict[str, Any]) -> tuple[Any, TransformersDecode
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Tokens and targets; those of padding are not trained."""
+    """Return tokens and targets; padding is masked."""
     tokens, targets = torch.randint(3, 30, (2, 2, 48), generator=torch.Generator().manual_seed(1))
     for row, lengths in enumerate(LENGTHS):
         targets[row, -lengths[-1] :] = -100
@@ -95,7 +95,7 @@ def test_documents_compute_as_alone_in_transformers(family):
 
 @pytest.mark.parametrize("family", fast("gpt_oss", slow=["gemma2", "llama4_text", "phi3"]))
 def test_layers_that_backward_recomputes_see_the_same(family):
-    """Another forward is between a forward and its backward."""
+    """Another forward runs between a forward and its backward."""
     _, module = pair(family, FAMILIES[family])
     tokens, targets = rows()
     results = []
@@ -122,17 +122,17 @@ def test_dropout_of_attention_is_applied_in_training():
 
 
 def emulated(offsets: Tensor, window: int, scale: float, q: Tensor, k: Tensor) -> Any:
-    """The scores of each sequence, per head, and its tokens."""
+    """Yield the tokens of each sequence, and its scores per head."""
     for start, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
-        places = torch.arange(end - start)
-        distance = places[:, None] - places
+        positions = torch.arange(end - start)
+        distance = positions[:, None] - positions
         sees = (distance >= 0) & ((distance <= window) | (window < 0))
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * scale
         yield slice(start, end), scores.masked_fill(~sees, -torch.inf)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *options: Any) -> Any:
-    """What the operator for CUDA is documented to return."""
+    """Return what the documentation of the CUDA operator states."""
     *_, scale, (window, _), shares = options
     assert not shares
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
@@ -145,7 +145,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *options: Any) -> 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> Any:
-    """The backward of Dao et al., FlashAttention, 2022, with the log-sum-exp that it is given."""
+    """Compute the backward of Dao et al., FlashAttention, 2022, from the given log-sum-exp."""
     offsets, *_, scale, (window, _) = options
     assert lse.is_contiguous()
     dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))

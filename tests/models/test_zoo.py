@@ -1,4 +1,4 @@
-"""Models of transformers that fsdpctl has no code for: trained on two ranks as by one process."""
+"""Models of transformers without code in fsdpctl train on two ranks as in one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tiny models of everything that transformers maps to a task, without knowing any of it."""
+"""Tiny models of all families that transformers maps to a task, without code for a family."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "seq2seq": dict(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "image": dict(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
 }
-# What configurations call their sizes; a key that a family does not have is left out.
+# Keys of sizes in configurations; a key that a family does not have is left out.
 _SIZES = {
     WORDS: [
         "vocab_size", "max_position_embeddings", "n_positions", "encoder_hash_byte_group_vocab",
@@ -41,8 +41,8 @@ _SIZES = {
     1: ["n_group", "topk_group", "n_shared_experts", "num_expert_group", "first_k_dense_replace",
      "mamba_n_groups"],
 }  # fmt: skip
-# Families that cannot be made tiny in this way, that take something else than tokens or pixels, or
-# that one process cannot train in float64; and what test_unsupported_models_are_rejected has.
+# Families that cannot be made tiny in this way, that need other inputs than tokens or pixels, or
+# that one process cannot train in float64; and those of test_unsupported_models_are_rejected.
 LEFT_OUT: dict[str, list[str]] = {
     "causal": ["bamba", "blt", "cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "dots3_note",
      "emu3", "falcon_h1", "gemma3n", "gemma3n_text", "gemma4_assistant",
@@ -62,13 +62,13 @@ LEFT_OUT: dict[str, list[str]] = {
      "levit", "mobilevitv2", "perceiver", "pp_lcnet", "pvt", "pvt_v2", "shieldgemma2",
      "siglip2", "swin", "swinv2", "textnet", "timm_wrapper"],
 }  # fmt: skip
-_OF_ITS_OWN = {"convnext": {"patch_size": 2}, "convnextv2": {"patch_size": 2}}
+FAMILY_SIZES = {"convnext": {"patch_size": 2}, "convnextv2": {"patch_size": 2}}
 _LISTS = {"depths": 1, "hidden_sizes": 16, "embed_dims": 16, "embedding_sizes": 16, "num_heads": 2}
 _SMALL = {key: size for size, keys in _SIZES.items() for key in keys}
 
 
 def _sizes(config: hf.PreTrainedConfig) -> dict[str, Any]:
-    """Words that make the like of a configuration, but tiny."""
+    """Return tiny values for the sizes of a configuration."""
     results: dict[str, Any] = {}
     for key, value in vars(config).items():
         if isinstance(value, hf.PreTrainedConfig):
@@ -85,27 +85,27 @@ def _sizes(config: hf.PreTrainedConfig) -> dict[str, Any]:
 
 
 def make_tiny(task: str, family: str) -> nn.Module:
-    """With drawn values, in float64, without dropout."""
+    """Return a model with drawn values, in float64, without dropout."""
     usual = hf.AutoConfig.for_model(family)
-    config = hf.AutoConfig.for_model(family, **_sizes(usual) | _OF_ITS_OWN.get(family, {}))
+    config = hf.AutoConfig.for_model(family, **_sizes(usual) | FAMILY_SIZES.get(family, {}))
     config.use_cache = False
     config.pad_token_id = config.decoder_start_token_id = 0
     config._attn_implementation = "eager"
-    config._experts_implementation = "eager"  # torch's grouped products have no float64
+    config._experts_implementation = "eager"  # torch's grouped products do not support float64
     torch.manual_seed(0)
     model: nn.Module = getattr(hf, TASKS[task][family])(config)
     return model.double().eval()
 
 
 def batch_of(task: str, generator: torch.Generator) -> Tensor:
-    """Token ids of 3 samples, or images."""
+    """Draw token ids of 3 samples, or 3 images."""
     if task == "image":
         return torch.randn(3, 3, PIXELS, PIXELS, generator=generator, dtype=torch.float64)
     return torch.randint(1, WORDS, (3, LENGTH), generator=generator)
 
 
 def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
-    """Of tokens that predict themselves, or of images whose class is the brightness of a corner."""
+    """Return the loss of predicting the tokens, or whether the corner of an image is bright."""
     if batch.dtype == torch.int64:
         loss: Tensor = module(input_ids=batch, labels=batch).loss
     else:

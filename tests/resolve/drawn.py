@@ -1,4 +1,4 @@
-"""Configurations of every family of settings, drawn, and the files that they name.
+"""Drawn configurations with settings of every group, and the files that they name.
 
 Note: `train` checks files first, and an estimate reads data only if a value depends on it. The
 commands may report different mistakes of several, so all files exist and are valid.
@@ -147,7 +147,7 @@ def combined(world: str, *more: str) -> Drawn:
 def drawn(seed: int, *, few: bool = False) -> Iterator[Drawn]:
     """Yield configurations without end: each world in turn, with up to five other settings.
 
-    `few`: only the first six worlds, with at most two settings, take a fifth of the time.
+    `few`: only the first six worlds, with at most two settings, which takes a fifth of the time.
     """
     draw = random.Random(seed)
     while True:

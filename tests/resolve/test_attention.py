@@ -1,4 +1,4 @@
-"""A run's attention kernel: what may run, what is selected, and what is kept."""
+"""Attention kernel of a run: kernels that can run, the selected one, and the stored one."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -84,7 +84,7 @@ def hopper(monkeypatch):
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
     config = placed("cluster=a100_80").changed({KERNEL: None})
     filled = fill_auto(config, Stage.DECODER, AutoInputs(is_here=True))
-    assert filled.model.attention == "cudnn"  # by the GPU here
+    assert filled.model.attention == "cudnn"  # for the GPU of this machine
     assert can_run(config, "flash")
     assert not can_run(config, "flash3")  # no longer installed
     assert not can_run(placed("launch.device=cpu"), "cudnn")
@@ -100,7 +100,7 @@ def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
     (run / OVERRIDES_FILE).write_text("")
     assert _stored_values(config)[KERNEL] == "flash"
     (run / OVERRIDES_FILE).write_text("model.attention=flash\n")
-    assert _stored_values(config) == {}  # the first start had it on the command line
+    assert _stored_values(config) == {}  # the command line of the first start set it
 
 
 def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypatch):

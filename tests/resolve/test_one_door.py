@@ -45,8 +45,8 @@ _GPUS: dict[str, Any] = {
 
 
 NAMED = [
-    combined("text", *words.split())
-    for words in (
+    combined("text", *settings.split())
+    for settings in (
         f"optimizer=muon strategy=shard_optimizer precision.master_dtype={SPLIT}",
         f"optimizer=sgd optimizer.lr=0.1 precision.master_dtype={SPLIT}",
         "strategy.offload=states strategy=no_shard launch.share_memory=false",
@@ -55,7 +55,7 @@ NAMED = [
         "engine=ddp strategy=no_shard activation_checkpointing.offload=true",
         "engine=fsdp2 model.lora.rank=2",
         "optimizer=sgd",
-        "optimizer.momentum=0.9",  # also as the default
+        "optimizer.momentum=0.9",  # also if the value is the default
         "optimizer=sgd optimizer.lr=0.1 optimizer.beta2=0.95",
         "prefetch=auto prefetch.forward=0",
         "prefetch=auto prefetch.backward=1",
@@ -74,7 +74,7 @@ NAMED = [
 
 
 class Reported(BaseException):
-    """A command begins to report the estimate of its plan."""
+    """An exception with the estimate that a command begins to report."""
 
     def __init__(self, estimate: RunEstimate) -> None:
         self.estimate = estimate

@@ -116,7 +116,6 @@ def test_a_typed_value_is_set_even_if_it_is_the_default(tmp_path, typed, problem
     with pytest.raises(UsageError, match=f"^{typed}: {problem}"):
         prepare(compose_config([typed]), ESTIMATE_ROLE)
     name, _, value = typed.partition("=")
-    (tmp_path / "run.yaml").write_text(
-        f"{name}: {value}\n"
-    )  # as in a run, whose config.yaml has every key
+    # The config.yaml of a run has every key.
+    (tmp_path / "run.yaml").write_text(f"{name}: {value}\n")
     assign_ranks(prepare(compose_config([], str(tmp_path / "run.yaml")), ESTIMATE_ROLE).config)

@@ -25,7 +25,7 @@ from tests.distributed import distributed
 from tests.engine.events import recording
 from tests.matrix import fast
 from tests.models.families import save_model, tokens
-from tests.models.test_host_memory import MIB, most_held, save_large_model
+from tests.models.test_host_memory import MIB, peak_bytes, save_large_model
 from tests.training.ranks import resolved
 from tests.training.test_lora import lora_args, losses, losses_of_peft, newest, peft, run
 
@@ -196,9 +196,9 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
 
     load()
     Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
-    before = most_held()
+    before = peak_bytes()
     load()
-    held = most_held() - before
+    held = peak_bytes() - before
     assert held <= size // 4 / world_size + 48 * MIB, (held // MIB, size // MIB)
 
 
