@@ -94,7 +94,7 @@ def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
 def ddp(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
     """Return a step of PyTorch's DistributedDataParallel; bf16 is by autocast."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return stepping(wrapped, _adamw(wrapped.parameters()), _autocast(dtype, device))
+    return stepping(wrapped, _adamw(wrapped.parameters()), _autocast(dtype, device.type))
 
 
 def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
@@ -103,15 +103,13 @@ def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     settings: dict[str, Any] = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "fused": True}
     groups = _groups(wrapped.parameters())
     optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, **settings)
-    return stepping(wrapped, optimizer, _autocast(dtype, device))
+    return stepping(wrapped, optimizer, _autocast(dtype, device.type))
 
 
-def _autocast(
-    dtype: torch.dtype, device: torch.device
-) -> Callable[[], AbstractContextManager[object]]:
+def _autocast(dtype: torch.dtype, kind: str) -> Callable[[], AbstractContextManager[object]]:
     if dtype == torch.float32:
         return nullcontext
-    return lambda: torch.autocast(device.type, dtype)
+    return lambda: torch.autocast(kind, dtype)
 
 
 def fsdp2(*, reshards: bool, tuned: bool) -> Callable[..., Step]:

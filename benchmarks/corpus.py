@@ -39,10 +39,8 @@ def main() -> None:
             write_text(text, size * MIB)
             settings = (f"data.path={text}", "data=text", "data.val_fraction=0")
             memory = list(reads(Path(folder), options.steps, 16, *settings))
-        most = [
-            max(of) for of in zip(*(private for _, private, _ in memory if private), strict=True)
-        ]
-        row = {"text_mib": size, "own_mib": round(max(most) / MIB, 1)}
+        most = max(max(private) for _, private, _ in memory if private)
+        row = {"text_mib": size, "own_mib": round(most / MIB, 1)}
         first = (results or [row])[0]["own_mib"]
         results.append({**row, "over_first_mib": round(row["own_mib"] - first, 1)})
     print(*results, sep="\n")

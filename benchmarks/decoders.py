@@ -6,8 +6,7 @@
 A model is a directory that transformers writes, with a tokenizer and a chat template. Its loss,
 gradients and exported bytes are compared with those of transformers in one process. Then
 `estimate-memory`, `train` on two ranks with the self-check, `evaluate` and `consolidate-checkpoint`
-run on the model, and transformers loads the result. `--only` repeats some families, and keeps the
-results of the others.
+run on the model, and transformers loads the result. `--only` repeats families and keeps the rest.
 """
 
 import gc
@@ -87,20 +86,20 @@ class Tried:
     loss_difference: float = 0.0  # from transformers', in nats per token
     gradient_difference: float = 0.0  # largest, relative to the largest gradient of the model
     exports_equal: bool = False  # whether exported bytes equal the bytes that were read
-    # The commands that failed, with the problem. Of an unsupported family, only commands without a
-    # result or an error message.
+    # The commands that failed, with the problem. If the family is not supported, only commands
+    # that ended without a result or an error message.
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Ended(NamedTuple):
     """The end of a process; of several processes, of the first that failed."""
 
-    code: int  # its exit status; negative: killed, after the limit
+    code: int  # exit status; negative if killed after the limit
     output: str
 
     @property
     def problem(self) -> str:
-        """The exit status and the last line; empty if it succeeded."""
+        """Return the exit status and the last line; empty if the process succeeded."""
         if self.code == 0:
             return ""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
@@ -171,9 +170,8 @@ def tried(family: str, name: str, folder: Path) -> Tried:
         return replace(content, failed=failed)
     if not ended["train"].code:
         ended["evaluate"] = command(("evaluate", "run", "launch.device=cpu"), folder)
-        ended["consolidate-checkpoint"] = command(
-            ("consolidate-checkpoint", "run", "exported"), folder
-        )
+        export = ("consolidate-checkpoint", "run", "exported")
+        ended["consolidate-checkpoint"] = command(export, folder)
         ended["transformers"] = call(partial(_load, folder / "exported"), folder)
     failed = {each: _line(end.problem) for each, end in ended.items() if end.code}
     return replace(content, failed={**content.failed, **failed})

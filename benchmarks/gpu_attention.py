@@ -31,7 +31,7 @@ _MATMULS = 2 + 5  # forward and backward, recomputed scores included
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Queries, keys and values of one micro-batch."""
+    """The shape of queries, keys and values of one micro-batch."""
 
     samples: int
     heads: int
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward; half of the scores are masked."""
+        """Return the FLOPs of forward and backward; half of the scores are masked."""
         return self.samples * self.heads * self.length**2 * self.head_dim * _MATMULS
 
     def tensors(self) -> list[Tensor]:
@@ -62,7 +62,7 @@ SMALL = [Shape(2, 4, 2, 16, 8)]
 
 
 def measure(shape: Shape, kernel: str, rounds: int) -> dict[str, Any]:
-    """Measure one kernel; the reason if it doesn't support the shape or has no memory for it."""
+    """Measure one kernel, or return why it doesn't support the shape or lacks memory."""
     row = {"kernel": kernel, **asdict(shape)}
     tensors = shape.tensors()
     torch.cuda.reset_peak_memory_stats()

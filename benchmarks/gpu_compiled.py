@@ -74,8 +74,8 @@ def graphs(size: Size) -> Iterator[Row]:
 def launches(size: Size) -> Iterator[Row]:
     """Count what the engine launches for a unit in a forward and its backward.
 
-    Without collectives, which the fake group does not launch, it dispatches two copies of its part,
-    one of all gradients into the buffer, the factor of their mean, and zeros between them.
+    The fake group launches no collectives. The engine launches two copies of the rank's part, one
+    of all gradients into the buffer, their scaling to the mean, and zeros between them.
     """
     counts = {
         is_sharded: [_kernels(replace(size, blocks=n), is_sharded=is_sharded) for n in (2, 6)]
@@ -191,7 +191,7 @@ def _beside(name: str, numel: int, run: Callable[[], object], rounds: int) -> It
 
 
 def pauses(size: Size) -> Iterator[Row]:
-    """Time a joint collection, and count those that begin by themselves in steps."""
+    """Time a joint collection, and count the collections that Python begins in steps."""
     times: list[float] = []
 
     def collections() -> int:
@@ -218,7 +218,7 @@ def _host_seconds(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure everything; exit with 1 if a figure that must be exact is another one."""
+    """Measure everything; exit with 1 if a figure that must be exact differs."""
     options = arguments(rounds=20, small=False)
     torch.cuda.set_device(DEVICE)
     if options.small:

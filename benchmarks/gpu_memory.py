@@ -43,7 +43,7 @@ _STEPS = 4
 _AT_ONCE = 4  # processes, of which one computes and the others import
 
 
-def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> list[str]:
+def draw_settings(draw: random.Random, models: list[str], lengths: list[str]) -> list[str]:
     """Draw the settings of one configuration."""
     model, micro = draw.choice(models), draw.choice([1, 2, 4])
     passes = draw.choice([1, 1, 2])
@@ -114,7 +114,7 @@ def drawn(options: argparse.Namespace) -> Iterator[tuple[list[str], RunEstimate]
     chance, estimator, count = random.Random(0), Estimator(), 0
     room = 0.9 * torch.cuda.get_device_properties(DEVICE).total_memory
     while count < options.count:
-        typed = draw_words(chance, options.models.split(","), options.lengths.split(","))
+        typed = draw_settings(chance, options.models.split(","), options.lengths.split(","))
         result = estimator.estimate(resolved(typed))
         if options.smallest * _GIB <= result.peak_reserved <= room:
             count += 1

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 _TOO_LATE = 124  # the exit code of timeout(1)
 _PATIENCE = 300  # seconds, the limit of a small part
 _TAIL = 12  # last lines of a part's output in the report
-# Not named by pyproject.toml: the tests' runner, and a requirement of omegaconf without a wheel.
+# Packages that pyproject.toml does not name: omegaconf requires the second, which has no wheel.
 _BESIDES = ("pytest", "antlr4-python3-runtime==4.9.3")
 
 

@@ -26,9 +26,8 @@ FIRST, EVERY, WINDOW = 200, 1000, 100  # steps
 PATIENCE = 900.0  # seconds without a step; the first step also opens the data
 
 
-Read = tuple[
-    int, list[int], list[int]
-]  # a step; each rank's private bytes; its bytes of mapped files
+# A step, each rank's private bytes, and its bytes of mapped files.
+Read = tuple[int, list[int], list[int]]
 
 
 def reads(folder: Path, steps: int, batch: int, *more: str) -> Iterator[Read]:

@@ -55,7 +55,7 @@ Timings = dict[str, float]  # seconds: "passes" of forward and backward, "update
 
 
 class Block(nn.Module):
-    """Sixteen parameters and next to no work."""
+    """A block with sixteen parameters and almost no computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class Block(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A residual block."""
+        """Compute a residual block."""
         for norm, layers in zip(self.norms, (self.layers[:3], self.layers[3:]), strict=True):
             x = x + sum((layer(norm(x)) for layer in layers), torch.zeros(()))
         return x
 
 
 class Net(nn.Module):
-    """The blocks between an embedding and a head: 197 parameters with 12 blocks."""
+    """A network of an embedding, blocks and a head: 197 parameters with 12 blocks."""
 
     def __init__(self, blocks: int, vocabulary: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -89,12 +89,12 @@ class Net(nn.Module):
 
 
 class OneCallEach(ProcessGroupCollectives):
-    """Every collective is one call, in place."""
+    """Collectives of one call each, in place."""
 
     transport = Transport.NCCL
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        """Into the whole of each."""
+        """Gather into each full buffer."""
         for each in buffers:
             local_span: Span = each.spans[self.rank]
             source = each.full[local_span.start : local_span.stop]
@@ -104,21 +104,21 @@ class OneCallEach(ProcessGroupCollectives):
         return Handle(lambda: buffers[0].full)
 
     def reduce_scatter(self, whole: Tensor, parts: Any) -> Reduction:
-        """Into this rank's part."""
+        """Reduce into this rank's part."""
         local_part: Span = parts[self.rank]
         part = whole[local_part.start : local_part.stop]
         reduce_scatter_single(part, whole, group=self.reduce_group)
         return InPlaceReduction(Handle(lambda: part))
 
     def start_all_reduce(self, values: Tensor) -> Handle:
-        """In place, as if all ranks had the same."""
+        """Sum in place, as if all ranks had equal values."""
         dist.all_reduce(values, group=self.reduce_group)
         return Handle(lambda: values.mul_(self.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all engines have in common."""
+    """The options that all engines share."""
 
     device: torch.device
     blocks: int
@@ -197,20 +197,19 @@ def measure(world_size: int, rounds: int, setting: Setting) -> dict[str, Any]:
     dist.destroy_process_group()
     medians = {
         name: {
-            part: statistics.median(each[part] for each in of_name) for part in ("passes", "update")
+            key: statistics.median(each[key] for each in of_name) for key in ("passes", "update")
         }
         for name, of_name in seconds.items()
     }
     on_device = {} if setting.device.type == "cpu" else _on_device(seconds, medians, setting)
+    updates = {name: each["update"] for name, each in medians.items()}
     added = {name: each["passes"] - medians["plain"]["passes"] for name, each in medians.items()}
     return {
         "world_size": world_size,
         "parameters": sum(1 for _ in setting.net().parameters()),
         "parameters_per_unit": sum(1 for _ in Block().parameters()),
         "passes_added_over_fsdp2_added": round(added["fsdpctl"] / added["fsdp2"], 4),
-        "update_over_fsdp2_update": round(
-            medians["fsdpctl"]["update"] / medians["fsdp2"]["update"], 4
-        ),
+        "update_over_fsdp2_update": round(updates["fsdpctl"] / updates["fsdp2"], 4),
         "passes_added_over_plain": {
             name: round(each / medians["plain"]["passes"], 4) for name, each in added.items()
         },

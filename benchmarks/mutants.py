@@ -153,9 +153,7 @@ def main() -> None:
             mutants.append(each)
             what = "found" if each.is_killed else "survived"
             print(f"{what}: {each.file}:{each.line}: {each.change}", flush=True)
-            write_report(
-                options.out, "mutants", [asdict(one) for one in mutants], seed=options.seed
-            )
+            write_report(options.out, "mutants", [*map(asdict, mutants)], seed=options.seed)
     print(f"{sum(each.is_killed for each in mutants)} of {len(mutants)} were found")
 
 

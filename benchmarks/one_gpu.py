@@ -29,7 +29,7 @@ from fsdpctl.plan.units import ModelLayout, unit_layouts
 
 DEVICE = torch.device("cuda", 0)  # with its index: NCCL's process group accepts no other
 _STD = 0.02
-# torch 2.11's fake group does not write what these return, and NaN operands have other speeds.
+# torch 2.11's fake group leaves the outputs of these unwritten, and NaN operands change speed.
 _UNWRITTEN = ("reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -116,7 +116,6 @@ def sharded(
     row, specs = get_strategy(strategy), module_units(module, blocks)
     division = ModelLayout(specs, unit_layouts(specs, collectives.size), row)
     mesh = make_mesh(collectives, source.device, collectives.size)
-    plan = StepPlan(
-        division, mesh.position, sharding.precision, sharding.prefetch, sharding.offloaded
-    )
+    options = (sharding.precision, sharding.prefetch, sharding.offloaded)
+    plan = StepPlan(division, mesh.position, *options)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)

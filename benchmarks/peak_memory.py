@@ -4,8 +4,7 @@
 
 Tensors that exist before a step are counted one by one. Allocations and frees during the step are
 events of the profiler. gloo's threads free their copies late, and the profiler misses some of these
-events, so the figures of one engine differ between steps. The report has the least and the largest
-of five steps.
+events, so the figures of an engine differ between steps. The report has the range of five steps.
 """
 
 import gc

@@ -1,10 +1,9 @@
-"""Predict public recipes without a published result, before anybody measures them:
+"""Predict public recipes without a published result, before they are measured:
 
 python -m benchmarks.registered --out benchmarks/results/registered.json
 
 Run it on a clean commit, whose name it writes. Then `make docs` writes the table of
-docs/method/predictions.md. `SEARCHED` is the day on which the recipes were read, and their results
-searched.
+docs/method/predictions.md. `SEARCHED` is the day of reading the recipes and searching results.
 """
 
 import subprocess
@@ -40,7 +39,7 @@ class Recipe(NamedTuple):
 
     @property
     def settings(self) -> str:
-        """The settings of this recipe for fsdpctl."""
+        """Return the settings of this recipe for fsdpctl."""
         ranks = int(self.cluster.partition("x")[0])
         model = f"model=hf model.path={self.model} model.init=random cluster={self.cluster}"
         sizes = f"train.seq_len={self.length} {batch(self.micro, ranks, self.passes)}"

@@ -28,7 +28,7 @@ def arguments(**defaults: Any) -> argparse.Namespace:
 
     `defaults` has the default of each option. A tuple is the default of an option with several
     values, which are texts if the tuple is empty. The keys of a mapping are the allowed values, and
-    all are the default. A type is that of an optional value. False is an option without a value.
+    all are the default. A type belongs to an optional value. False is an option without a value.
     """
     parser = argparse.ArgumentParser()
     for name, default in defaults.items():

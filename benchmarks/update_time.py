@@ -64,13 +64,8 @@ def _updating(model: ShardedModel, optimizer: Optimizer) -> Callable[[], object]
 
 
 def _times(functions: Mapping[str, Callable[[], object]], rounds: int) -> list[dict[str, Any]]:
-    """Return medians over alternating rounds, of which the first is left out.
-
-    Ratios are to the first of what was `made`.
-    """
-    turns = [{name: _seconds(each) for name, each in functions.items()} for _ in range(1 + rounds)][
-        1:
-    ]
+    """Return medians over alternating rounds, and ratios to the first function."""
+    turns = [{name: _seconds(f) for name, f in functions.items()} for _ in range(1 + rounds)][1:]
     base = next(iter(functions))
     return [
         {

@@ -20,10 +20,10 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.io.resources import num_cores
 
 PASSIVE = "passive"
-WAYS = {  # of libgomp
-    PASSIVE: {"OMP_WAIT_POLICY": "PASSIVE"},  # fsdpctl's
+WAYS = {  # variables of libgomp
+    PASSIVE: {"OMP_WAIT_POLICY": "PASSIVE"},  # the default of fsdpctl
     "short spin": {"GOMP_SPINCOUNT": "1000"},
-    "long spin": {"GOMP_SPINCOUNT": "300000"},  # libgomp's own, about 3 ms
+    "long spin": {"GOMP_SPINCOUNT": "300000"},  # the default of libgomp, about 3 ms
 }
 THREADS, WARMUP = 2, 5  # steps that don't count
 RUN = [

@@ -1,4 +1,4 @@
-"""What the pages say of promises: phrases with figures, and tables of decoders and of faults."""
+"""Figures that support promises of the pages: phrases, and tables of decoders and of faults."""
 
 from collections import Counter, defaultdict
 from statistics import median
@@ -27,11 +27,11 @@ _FAULTS = {
 
 
 def decoders_table() -> str:
-    """Return the families by what `model=hf` does with them."""
+    """Return the table of decoder families, by how `model=hf` supports them."""
     report, works = report_of("decoders"), _working_decoders()
     results = report["results"]
     tried = [each for each in results if each["is_tried"]]
-    ran = sum("failed" in each for each in works)  # by the command
+    ran = sum("failed" in each for each in works)  # with the commands
     groups = {
         "several samples in a sequence": [each for each in works if each["packs"]],
         "one sample in a sequence": [each for each in works if not each["packs"]],

@@ -75,7 +75,7 @@ def strategy_table() -> str:
         "gradients | optimizer states | after the step"
     )
     rows = (
-        " | ".join((f"`{name}`", row.known_as, *_cells(row))) for name, row in STRATEGIES.items()
+        " | ".join((f"`{row.name}`", row.known_as, *_cells(row))) for row in STRATEGIES.values()
     )
     return measured.table_of(header, rows, align="---")
 
@@ -90,7 +90,7 @@ def _cells(row: Strategy) -> tuple[str, ...]:
         after = "full"
     else:
         after = "freed" if row.reshard_after_forward else "kept until the unit's backward ends"
-    renewed = (
+    updated = (
         "new values sent to all replicas" if row.shards_over_replicas else "parameters gathered"
     )
     return (
@@ -98,15 +98,13 @@ def _cells(row: Strategy) -> tuple[str, ...]:
         after,
         f"{part}{over}" if row.shards_grads else "full",
         part if row.shards_optimizer else "full",
-        renewed if row.syncs_params else "–",
+        updated if row.syncs_params else "–",
     )
 
 
 def memory_table() -> str:
     """Return the peak memory of the fullest rank for the model in the picture, in GiB."""
-    header = " | ".join(
-        ["`strategy=`", *(each.replace("_", " ") for each in COLORS), "all at once"]
-    )
+    header = " | ".join(["`strategy=`", *COLORS, "all at once"]).replace("_", " ")
     rows = []
     for name in STRATEGIES:
         result = engine_peak(planned(name))

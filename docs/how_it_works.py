@@ -1,4 +1,4 @@
-"""Draws docs/how-it-works.svg from the plan of a step: when units are unsharded, who holds what."""
+"""Draws docs/how-it-works.svg from the plan: when units are unsharded, which rank holds what."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _COLORS = {
 
 
 class _Canvas:
-    """Boxes by color, and texts over them."""
+    """A canvas with boxes by color, and texts over them."""
 
     def __init__(self) -> None:
         self._boxes: dict[str, list[str]] = defaultdict(list)

@@ -38,7 +38,7 @@ def table_of(header: str, rows: Iterable[str], options: str = "", align: str = "
 
 
 def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the rows of a table, each given with its source, below a row for their source."""
+    """Return the rows of a table, grouped by source below a row with the source."""
     by_source = defaultdict[str, list[str]](list)
     for source, row in rows:
         by_source[source].append(row)
@@ -46,7 +46,7 @@ def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def measured_on(report: dict[str, Any]) -> str:
-    """Return where a benchmark ran."""
+    """Return the torch version and the machine of a benchmark."""
     return f"torch {report['torch']}, {report['machine']}"
 
 

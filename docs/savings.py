@@ -37,12 +37,12 @@ _OF_STATES = (
 
 
 def savings_of_activations() -> str:
-    """Return what settings save that reduce activations."""
+    """Return the memory that settings save by reducing activations."""
     return _savings(f"{_BASE} activation_checkpointing=none", _OF_ACTIVATIONS)
 
 
 def savings_of_states() -> str:
-    """Return what settings save if all blocks are recomputed."""
+    """Return the memory that settings save if all blocks are recomputed."""
     return _savings(f"{_BASE} activation_checkpointing=full", _OF_STATES)
 
 

@@ -48,9 +48,8 @@ def build() -> Path:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        shutil.copytree(
-            _HERE, folder, dirs_exist_ok=True
-        )  # make does not support paths with spaces
+        # A copy, because make does not support paths with spaces.
+        shutil.copytree(_HERE, folder, dirs_exist_ok=True)
         includes = [*include_paths(), sysconfig.get_paths()["include"]]
         flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_EXTENSION_NAME=emulated_cuda"]
         flags += ["-DUSE_C10D_GLOO", *(shlex.quote(f"-I{each}") for each in includes)]

@@ -33,8 +33,8 @@ STEPS = 3
 @dataclass(frozen=True)
 class Case:
     strategy: str = "full_shard"
-    depth: int = 1  # of prefetch in forward and backward
-    window: str = "one"  # "one" micro-batch per step; of two, "every" one or the "last" reduces
+    depth: int = 1  # prefetched units, in forward and in backward
+    window: str = "one"  # "one" micro-batch per step, or two: "every" one or the "last" reduces
     precision: str = "fp32"
     recomputes: bool = False
     in_part: bool = False  # trains only vectors: two buffers per unit
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """The tolerance of losses: gloo and NCCL add up ranks in different orders."""
+        """Return the tolerance of losses: gloo and NCCL add up ranks in different orders."""
         return 1e-6 if self.precision == "fp32" else 2e-2
 
     def model(self, device: torch.device, world_size: int) -> ShardedModel:
@@ -88,7 +88,7 @@ class Case:
         ]
         records = []
         for step, batches in enumerate(of_steps[:STEPS]):
-            with refusing_host_waits(device) if step else nullcontext():
+            with refusing_host_waits() if step and device.type == "cuda" else nullcontext():
                 loss_sum = torch.zeros((), device=device)
                 for number, batch in enumerate(batches, start=1):
                     holds = self.window == "last" and number < count
@@ -156,10 +156,7 @@ def written(model: ShardedModel, batch: Tensor) -> None:
 
 
 @contextmanager
-def refusing_host_waits(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
+def refusing_host_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -199,13 +196,10 @@ def every_case() -> list[Case]:
         results += [
             replace(rests, offload=offload, precision=precision, window=window)
             for offload, precision, window in (
-                ("states,params", "bf16", "one"),
-                ("states,params", "fp32", "every"),
-                ("all", "fp32", "one"),
-                ("all", "bf16", "every"),
-                ("all", "24 bits", "every"),
+                ("states,params", "bf16", "one"), ("states,params", "fp32", "every"),
+                ("all", "fp32", "one"), ("all", "bf16", "every"), ("all", "24 bits", "every"),
             )
-        ]
+        ]  # fmt: skip
         results += [replace(rests, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         results += [replace(rests, in_part=True, depth=depth) for depth in (0, 1, 2)]
         results += [replace(rests, in_part=True, sends=True, window="last")]

@@ -105,9 +105,9 @@ for _name, _cases in KINDS.items():
                 FAULTS[f"no wait {_side} {_name}, {_case.strategy}"] = _case, plant
 
 
-# Calls that are dropped: waits, mostly.
+# Calls that do nothing. Most are waits.
 for _name, _owner, _call, _case in (
-    ("a_gradient_is_freed_before_it_has_left", offload, "wait_event", ALL),
+    ("a_gradient_is_freed_before_it_is_copied", offload, "wait_event", ALL),
     ("a_gather_does_not_wait_for_what_replicas_send", ParamSync, "wait", HPZ),
     ("streams_never_wait", torch.cuda.Stream, "wait_stream", Case()),
     ("events_are_never_waited_for", torch.cuda.Stream, "wait_event", Case()),
@@ -127,7 +127,7 @@ def a_unit_does_not_wait_for_the_host() -> None:
     _replace(HostTask, "wait", _nothing)
 
 
-# Wrong calls: functions of the original and its arguments.
+# Replaced methods: each function receives the original and its arguments.
 _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] = (
     ("no_wait_before_copies_to_and_from_the_host", Copier, "_copy",
      (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *args: right(*args[:-1], None)),
@@ -135,13 +135,13 @@ _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] =
      lambda right, *args: (right(*args)[0], None)),
     ("a_unit_is_gathered_before_the_host_has_sent_it", HostTask, "end", (STATES,),
      lambda right, job, ready=None, error=None: right(job, None, error)),
-    ("gradients_go_before_the_second_collective_has_read_them", NcclCollectives, "chain", (HYBRID,),
+    ("gradients_are_freed_before_the_second_collective", NcclCollectives, "chain", (HYBRID,),
      lambda right, *args: (Handle(lambda: torch.empty(0)), right(*args)[1])),
     ("the_record_is_made_on_the_host", record, "sum_of_squares", (Case(),),
      lambda right, model: right(model).cpu()),
-    ("a_part_lands_in_the_place_of_another_rank", HostParamPool, "copy_to_device", (PARAMS,),
-     lambda right, own, target, part: right(
-         own, target, part.flip(0) if target.is_cuda else part)),
+    ("a_part_is_copied_to_the_span_of_another_rank", HostParamPool, "copy_to_device", (PARAMS,),
+     lambda right, pool, target, part: right(
+         pool, target, part.flip(0) if target.is_cuda else part)),
 )  # fmt: skip
 for _name, _owner, _call, _in, _wrong in _CALLS:
     _wrong.__name__ = _name
@@ -160,7 +160,7 @@ def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *args:
 
 
 @instead(HostParamPool, "copy_to_device", PARAMS, STEPPED_FP32)
-def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParamPool, *args: Any) -> Any:
+def a_part_is_sent_while_its_target_is_in_use(right: Any, self: HostParamPool, *args: Any) -> Any:
     with mock.patch.object(Copier, "record_event", _nothing):
         return right(self, *args)
 
@@ -188,7 +188,7 @@ def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *args: 
 
 
 @instead(HostParamPool, "take", PARAMS)
-def units_rest_in_the_same_memory(_right: Any, self: Any, *options: Any) -> Any:
+def units_share_host_memory(_right: Any, self: Any, *options: Any) -> Any:
     result = self._unused[options]
     return result[0] if result[0].is_pinned() else result.pop()
 
@@ -199,7 +199,7 @@ def the_host_waits_for_a_copy(_right: Any, self: Any, target: Tensor, part: Tens
 
 
 @instead(OffloadedInput, "__exit__", INPUTS)
-def an_input_is_freed_before_it_has_left(right: Any, self: OffloadedInput, *options: Any) -> None:
+def an_input_is_freed_before_it_is_copied(right: Any, self: OffloadedInput, *options: Any) -> None:
     self._copy_end = None
     right(self, *options)
 
@@ -222,7 +222,7 @@ def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequenc
 
 
 @instead(ShardedAdamW, "step", Case(), ZERO1)
-def the_optimizer_runs_on_a_stream_of_its_own(right, self, *args, **more):
+def the_optimizer_runs_on_another_stream(right, self, *args, **more):
     with torch.cuda.stream(torch.cuda.Stream()):
         return right(self, *args, **more)
 
@@ -233,7 +233,7 @@ def a_unit_is_used_before_its_gather_ends(_right: Any, self: ShardedUnit) -> Non
 
 
 @instead(NcclCollectives, "start_all_reduce", DDP)
-def a_collective_works_on_memory_that_goes_at_once(_right, self, values):
+def a_collective_uses_memory_that_is_freed_at_once(_right, self, values):
     copy = values.clone()
     self.reduce_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(self.reduce_stream):
@@ -242,7 +242,7 @@ def a_collective_works_on_memory_that_goes_at_once(_right, self, values):
 
 
 @instead(UnshardBuffer, "__init__", Case())
-def a_slot_lies_on_another_device(right, self, name, memory, **more):
+def an_unshard_buffer_is_on_another_device(right, self, name, memory, **more):
     if memory.is_cuda:
         memory = memory.to(torch.device("cuda", (memory.device.index or 0) + 1))
     right(self, name, memory, **more)
@@ -319,7 +319,7 @@ def gradients_are_summed_instead_of_averaged(right, self, units, mesh, *args):
 
 
 @instead(NcclCollectives, "all_gather", Case())
-def parts_lie_off_by_some_elements(right: Any, self: Any, buffers: Sequence[Any]) -> Any:
+def parts_are_shifted_by_an_element(right: Any, self: Any, buffers: Sequence[Any]) -> Any:
     moved = [None if each.shard is None else each.shard.roll(1) for each in buffers]
     rolled = [replace(each, shard=shard) for each, shard in zip(buffers, moved, strict=True)]
     return right(self, rolled)

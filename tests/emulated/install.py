@@ -92,7 +92,7 @@ def _snapshot(blocks: list[tuple[int, int, int, int, bool]]) -> dict[str, Any]:
 
 
 def _replace_varlen() -> None:
-    """Replace packed attention by attention per document; check the arguments as the kernel."""
+    """Replace packed attention by attention per document; check arguments as the kernel does."""
     module: Any = importlib.import_module("torch.nn.attention.varlen")
     signature = inspect.signature(module.varlen_attn)
 
@@ -160,19 +160,16 @@ def install():
     }  # fmt: skip
     for name, value in functions.items():
         setattr(torch._C, name, value)
-    # Prefer CPU kernels to kernels for all devices, for the values of the CPU.
+    # Prefer CPU kernels to kernels for all devices, so that values equal those of the CPU.
     result = map(torch._C._dispatch_get_registrations_for_dispatch_key, ("CPU", "CUDA"))
     names = {each for of_key in result for each in of_key if each.startswith("aten::")}
     c.install_operators(sorted(each.removeprefix("aten::") for each in names))
     cuda: Any = torch.cuda
-    streams = importlib.reload(torch.cuda.streams)  # its classes have the new bases
-    cuda.Stream, cuda.Event, cuda.ExternalStream = (
-        streams.Stream, streams.Event, streams.ExternalStream,
-    )  # fmt: skip
+    streams = importlib.reload(torch.cuda.streams)  # its classes inherit the new bases
+    cuda.Stream, cuda.Event = streams.Stream, streams.Event
+    cuda.ExternalStream = streams.ExternalStream
     cuda._exchange_device = c.exchange_device
-    cuda._maybe_exchange_device = lambda device: c.exchange_device(
-        device
-    )  # Dynamo tells them apart
+    cuda._maybe_exchange_device = lambda index: c.exchange_device(index)  # Dynamo needs two objects
     cuda._lazy_init = lambda: None
     cuda._initialized = True
     cuda._get_device_properties = lambda _: _H100

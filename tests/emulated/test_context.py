@@ -1,4 +1,4 @@
-"""Context parallelism on CUDA devices: the exchange waits for other streams, and they for it."""
+"""Context parallelism on CUDA devices: the exchange and other streams wait for each other."""
 
 from typing import Any
 
@@ -17,15 +17,14 @@ from fsdpctl.training.decoder_loss import summed_loss
 from tests.commands.run import TINY
 from tests.distributed import distributed
 
-WORDS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=64",
-         "train.context_parallel=2", "activation_checkpointing=full"]  # fmt: skip
+ARGS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=64",
+        "train.context_parallel=2", "activation_checkpointing=full"]  # fmt: skip
 
 
 def losses(rank: int, device: torch.device) -> Tensor:
     """Return the losses of two steps, between which gradients are reduced."""
-    config = stored_config(
-        assign_ranks(compose_config([*WORDS, f"launch.device={device.type}"]).config)
-    )
+    composed = compose_config([*ARGS, f"launch.device={device.type}"])
+    config = stored_config(assign_ranks(composed.config))
     enable_context_parallel(device, 2, 2)
     model = make_model(config, device)
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +40,7 @@ def losses(rank: int, device: torch.device) -> Tensor:
 
 
 def on_another_stream(self: NcclCollectives, values: Tensor) -> Tensor:
-    """An exchange without waits before and after it."""
+    """Exchange without waits before and after the exchange."""
     with torch.cuda.stream(self.reduce_stream):
         return _right(self, values)
 

@@ -42,7 +42,7 @@ def test_strategies_give_the_losses_of_cpu_ranks(rank, world_size, case, seed):
 @distributed(world_size=4, timeout=60, on_devices=True)
 def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_size: int) -> None:
     device = torch.device("cuda", rank)
-    parts = [Span(0, 64), Span(64, 64), Span(64, 256), Span(256, 320)]  # rank 1 has none
+    parts = [Span(0, 64), Span(64, 64), Span(64, 256), Span(256, 320)]  # rank 1: empty
     local_part = parts[rank]
     ranks = NcclCollectives(device)
     whole = torch.full((320,), -1.0, device=device)
@@ -59,7 +59,7 @@ def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_si
 
 @distributed(world_size=4, timeout=60, on_devices=True)
 def test_replicas_combine_right_behind_a_reduction_on_its_stream(rank, world_size):
-    """The compute stream waits for neither of the two in between."""
+    """The compute stream does not wait between the two collectives."""
     device, order = torch.device("cuda", rank), list[tuple[str, bool]]()
     model = Case("hybrid_shard").model(device, world_size)
     (batch,) = token_batches(1, world_size, 1)[0][rank]
@@ -93,8 +93,8 @@ def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkey
         whole = torch.empty(64, width, device="cuda", dtype=torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
         build_model.initialize_parameter(name, whole, seed=0, config=model)
-        extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        assert extra <= 3 * 512 * 4  # a few elements at a time
+        # A few elements are drawn at a time.
+        assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() <= 3 * 512 * 4
         return whole
 
     torch.cuda.set_sync_debug_mode("error")  # no value is copied from the host
@@ -102,9 +102,8 @@ def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkey
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert one.float().std().item() == pytest.approx(
-        config_value(model, "initializer_range"), rel=0.05
-    )
+    spread = config_value(model, "initializer_range")
+    assert one.float().std().item() == pytest.approx(spread, rel=0.05)
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         drawn("a.weight", 16)  # a small matrix is drawn on the host
@@ -128,7 +127,7 @@ def test_memory_for_the_first_save_is_pinned_beforehand(rank: int, world_size: i
 
 @distributed(timeout=60, on_devices=True)
 def backward_fails(rank: int, world_size: int, waits: bool) -> None:
-    """Block 3 fails when it is recomputed, while the input of block 2 is fetched."""
+    """Fail in the recomputation of block 3, while the input of block 2 is fetched."""
     net = Chain().to(torch.device("cuda", rank))
     blocks, right = list(net.blocks), Dropping.forward
     calls: list[int] = []
@@ -146,7 +145,7 @@ def backward_fails(rank: int, world_size: int, waits: bool) -> None:
         with pytest.raises(ValueError, match="planted"):
             net(torch.randn(4, 16, device="cuda")).backward()
     while any(isinstance(each, OffloadedInput) for each in gc.get_objects()):
-        gc.collect()  # the exception refers to the graph, for a while the thread of backward too
+        gc.collect()  # for a while, the exception and the backward thread refer to the graph
     torch.ones(1, device="cuda").add(1)
 
 
@@ -160,9 +159,9 @@ def test_without_this_wait_a_race_is_detected() -> None:
 
 
 def orders() -> list[tuple[str, int, int]]:
-    """Each strategy on 1, 2 and 4 ranks, and on the fewest ranks in nineteen more orders.
+    """Return each strategy on 1, 2 and 4 ranks, and on the fewest ranks with 19 more seeds.
 
-    A case is in three of those orders, and each order has cases of every strategy.
+    A case runs with three of those seeds, and each seed has cases of every strategy.
     """
     results = [(name, ranks, 0) for name in STRATEGIES for ranks in (1, 2, 4)]
     for name, row in STRATEGIES.items():

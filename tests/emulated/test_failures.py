@@ -19,11 +19,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing())),
 ]
-STEPS = "train.steps=30"  # rounding errors exceed 1e-6 in more
+STEPS = "train.steps=30"  # in more steps, rounding errors exceed 1e-6
 
 
 def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":
-    """Start two ranks with devices; returns once step 6 is done."""
+    """Start two ranks with devices, and return once step 6 is done."""
     args = [FP32, f"train.run_dir={folder / 'run'}", "launch.device=cuda", *more]
     process = subprocess.Popen(
         command("train", *run_args(folder, 2, *args)), cwd=folder, env=environment(folder),

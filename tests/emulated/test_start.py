@@ -32,5 +32,6 @@ def test_reads_longer_than_the_timeout_of_nccl_end_no_run(rank, world_size, tmp_
     typed = run_args(tmp_path, 2, "launch.device=cuda", f"train.run_dir={tmp_path / 'run'}")
     trainer = new_trainer([*typed, "train.steps=2", "precision=fp32"], device=device)
     module = trainer.parts.model.module
-    assert beats.count(DRAWING) == len(list(module.parameters()))  # the launcher sees it live
+    # The launcher detects progress by these records.
+    assert beats.count(DRAWING) == len(list(module.parameters()))
     trainer.run()

@@ -102,7 +102,7 @@ class InPlace(OddBlock):
 
 
 class Leading(Spare):
-    """A frozen block with a trained matrix. Without its use, the output has no graph."""
+    """A frozen block with a trained spare matrix; if it is not used, the output has no graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,10 +253,6 @@ def partly_frozen(freeze: Callable[[OddNet], None]) -> OddNet:
     return net
 
 
-_frozen_below = partial(partly_frozen, freeze_below)
-_little_trained = partial(partly_frozen, freeze_all_but_vectors)
-
-
 @torch.no_grad()
 def in_four_bits() -> OddNet:
     """Return a network with adapters over frozen NF4 matrices; two blocks are recomputed."""
@@ -289,8 +285,9 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "odd shapes": Kind(lambda: token_net(tied=False), token_batches, next_token_loss),
     "tied embedding": Kind(lambda: token_net(tied=True), token_batches, next_token_loss),
-    "frozen below": Kind(_frozen_below, token_batches, next_token_loss),
-    "little trained": Kind(_little_trained, token_batches, next_token_loss),
+    "frozen below": Kind(partial(partly_frozen, freeze_below), token_batches, next_token_loss),
+    "little trained": Kind(
+        partial(partly_frozen, freeze_all_but_vectors), token_batches, next_token_loss),
     "in four bits": Kind(in_four_bits, token_batches, next_token_loss),
     "mixed": Kind(lambda: Stack(TiedInside, InPlace, Frozen, Buffered, Detached)),
     "tied across": Kind(TiedAcross), "adapted": Kind(lambda: Stack(Adapted)),

@@ -100,7 +100,7 @@ def test_an_invalid_shard_size_lists_the_valid_ones(rank: int, world_size: int) 
 )
 @distributed(world_size=4)
 def test_few_process_groups_are_made(rank, world_size, strategy, size, groups):
-    """The default group and one for reductions; with replicas, two per replica and one across."""
+    """Ranks make a default and a reduce group; replicas make two each, and one across replicas."""
     models = [shard_model(make_net(tied=True), strategy, dp_shard_size=size) for _ in range(2)]
     assert len(dist.distributed_c10d._world.pg_map) == groups
     mesh = models[0].mesh

@@ -331,9 +331,8 @@ def test_a_scheduler_resumes_with_its_learning_rate(tmp_path):
     with pytest.raises(CheckpointError, match="/d: not found$"):
         fsdpctl.load_checkpoint(tmp_path / "d", model)
     other, its_optimizer, its_scheduler = make()
-    its_scheduler.load_state_dict(
-        fsdpctl.load_checkpoint(tmp_path / "c", other, its_optimizer)["scheduler"]
-    )
+    loaded = fsdpctl.load_checkpoint(tmp_path / "c", other, its_optimizer)
+    its_scheduler.load_state_dict(loaded["scheduler"])
     for _ in range(3):
         one_step(model, optimizer, batch)
         scheduler.step()

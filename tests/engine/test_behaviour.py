@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_unsharded_parameters_are_views_of_one_buffer(rank: int, world_size: int
 @distributed(world_size=2)
 @in_turn(order=[[0, 1, 2, 3], [0, 1, 0, 1, 2, 3]])
 def test_several_backwards_and_several_forwards_add_up(rank, world_size, order):
-    """Two backwards of a graph; two forwards, then two backwards; two forwards in one loss."""
+    """Run two backwards of a graph; two forwards, then two backwards; two forwards in a loss."""
 
     def twice(module: nn.Module) -> None:
         loss = square_loss(module, ones)
@@ -99,7 +100,7 @@ def test_one_rank_may_train_nothing_in_a_window(rank: int, world_size: int) -> N
         total: Tensor = module(x.requires_grad_()).sum()
         return total
 
-    inputs = [torch.full((4, 13), -1.0), torch.full((4, 13), 1.0)]  # of each rank
+    inputs = [torch.full((4, 13), -1.0), torch.full((4, 13), 1.0)]  # one per rank
     expected = train_reference(Stack(Leading, Leading), loss, [[[x] for x in inputs]] * 2)
     model = shard_model(Stack(Leading, Leading), "full_shard")
     optimizer = ShardedAdamW(model, lr=1e-2)
@@ -136,14 +137,9 @@ def test_evaluation_between_forward_and_backward_changes_nothing(rank, world_siz
         assert torch.equal(as_tensor(ours.grad), as_tensor(theirs.grad))
 
 
-class _Hidden:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 class _HidingBlock(OddBlock):
     def forward(self, x: Tensor) -> Tensor:
-        return _Hidden(super().forward(x))  # type: ignore[return-value]
+        return SimpleNamespace(value=super().forward(x))  # type: ignore[return-value]
 
 
 class _HidingNet(nn.Module):
@@ -245,8 +241,7 @@ def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strat
     for overlaps in (False, True):
         net = make_net(tied=False)
         if not called:
-            block = net.blocks[2]
-            net.blocks[2] = Called(block)
+            net.blocks[2] = Called(net.blocks[2])
         has_copies = STRATEGIES[strategy].replicates
         precision = Precision(torch.bfloat16 if called or not has_copies else None)
         sharding = Sharding(strategy, owner_map=owners, precision=precision)

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.blocks import (
-    checkpoint_block,
-    compile_block,
-    missing_compiler,
-    prepare_blocks,
-)
+from fsdpctl.engine.blocks import checkpoint_block, compile_block, missing_compiler, prepare_blocks
 from fsdpctl.models.lora import set_trainable
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.commands.run import TINY
@@ -49,7 +44,7 @@ def operators(mode: str) -> Counter[str]:
 
 
 def test_recomputation_repeats_what_its_mode_does_not_keep():
-    """A block saves four of seven products; backward does not need the last one."""
+    """A block saves four of seven products; backward does not need the last product."""
     none, full, selective = operators("none"), operators("full"), operators("selective")
     blocks = 2
     assert (full["mm"] - none["mm"], full[ATTENTION] - none[ATTENTION]) == (6 * blocks, blocks)

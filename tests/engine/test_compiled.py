@@ -45,8 +45,8 @@ def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
                 setattr(owner, key, nn.Parameter(torch.full(param.shape, 0.01)))
     blocks = list(model.get_submodule("model.layers").children())
     if mode != "none":
-        recomputed = "full" if mode == "offload" else mode
-        checkpoint_all(blocks, recomputed, offload=mode == "offload")
+        offload = mode == "offload"
+        checkpoint_all(blocks, "full" if offload else mode, offload=offload)
     for block in blocks:
         compile_block(block)
     return model
@@ -118,11 +118,9 @@ def graphs(make: Callable[[], nn.Module], run: Callable[..., None], wrap: Wrap) 
     return results
 
 
-def check(
-    make: Callable[[], nn.Module], run: Callable[..., None], strategy: str, **how: Any
-) -> None:
+def check(make: Callable[..., nn.Module], run: Callable[..., None], name: str, **how: Any) -> None:
     plain = graphs(make, run, lambda module: module)
-    assert graphs(make, run, lambda module: fsdpctl.shard_model(module, strategy, **how)) == plain
+    assert graphs(make, run, lambda module: fsdpctl.shard_model(module, name, **how)) == plain
     assert BLOCKS <= plain[0][1] < plain[1][1] < plain[2][1] < plain[3][1]
 
 
@@ -149,7 +147,7 @@ def test_sharded_replicas_stay_compiled(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns about its own code
 def test_recomputed_decoders_are_compiled():
-    """Data-dependent masks of attention do not matter."""
+    """Attention masks that depend on data do not prevent compilation."""
     assert graphs(partial(decoder, "full", adapted=False), run_decoder, lambda module: module) == [
         (1, BLOCKS), (1, 2 * BLOCKS), (2, 3 * BLOCKS), (3, 4 * BLOCKS),
     ]  # fmt: skip

@@ -23,20 +23,18 @@ SHARED = "hybrid_shard_optimizer"
 K = EventKind
 
 
-@pytest.mark.parametrize(("strategy", "alone", "whole_copies", "one_copy"), [
+@pytest.mark.parametrize(("strategy", "alone", "whole", "one_copy"), [
     ("hybrid_shard", "no_shard", "no_shard", "full_shard"),
     ("hybrid_shard_grad_op", "no_shard", "no_shard", "shard_grad_op"),
     (SHARED, "no_shard", "shard_optimizer", "full_shard"),
     ("full_shard", "no_shard", None, "full_shard"),
 ])  # fmt: skip
-def test_a_single_replica_runs_the_strategy_without_replicas(
-    strategy, alone, whole_copies, one_copy
-):
+def test_a_single_replica_runs_the_strategy_without_replicas(strategy, alone, whole, one_copy):
     row = STRATEGIES[strategy]
     assert effective_strategy(row, 1, 1) == (STRATEGIES[alone], 1)
     assert effective_strategy(row, 8, 8) == (STRATEGIES[one_copy], 8)
-    if whole_copies is not None:
-        assert effective_strategy(row, 1, 8) == (STRATEGIES[whole_copies], 8)
+    if whole is not None:
+        assert effective_strategy(row, 1, 8) == (STRATEGIES[whole], 8)
         assert effective_strategy(row, 2, 8) == (row, 2)
 
 
@@ -103,11 +101,8 @@ def test_only_gradients_and_updates_are_sent_between_replicas(rank, world_size, 
     one_step(model, optimizer, batch)
     links, mesh = Links(), model.mesh
     assert mesh.replicas is not None
-    for name, collectives in {
-        "in": mesh.shard,
-        "between": mesh.replicas,
-        "all": mesh.world,
-    }.items():
+    groups = {"in": mesh.shard, "between": mesh.replicas, "all": mesh.world}
+    for name, collectives in groups.items():
         links.watch(name, collectives)
     with recording(model) as events:
         one_step(model, optimizer, batch)

@@ -45,7 +45,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
 
 
 class SleepyCollectives(NcclCollectives):
-    """Delay every collective on its stream, so that a missing wait changes results."""
+    """Collectives that sleep first on their stream, so that a missing wait changes results."""
 
     def all_gather(self, buffers):
         with torch.cuda.stream(self.gather_stream):
@@ -90,7 +90,7 @@ def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[fl
 def unsharded_losses(
     device: torch.device, precision: Precision | None = None, *, in_part: bool = False
 ) -> list[float]:
-    """Compare with an unsharded model. NCCL is used with one rank."""
+    """Return the losses of an unsharded model, over NCCL with one rank."""
     sharding, net = Sharding("no_shard", precision=precision or Precision()), make_net(tied=False)
     if in_part:
         freeze_all_but_vectors(net)

@@ -95,23 +95,20 @@ def test_a_step_after_a_failed_backward_is_refused_until_gradients_are_dropped(r
 @distributed(world_size=2)
 def test_no_buffer_remains_wherever_a_backward_fails(rank: int, world_size: int) -> None:
     tokens = token_batches(1, world_size)[0][rank][0]
-    places = [(K.REDUCE, "full_shard"), (K.REDUCED, "full_shard")]
-    places += [(kind, "no_shard") for kind in (K.REDUCED, K.COMBINE, K.COMBINED)]
+    failures = [(K.REDUCE, "full_shard"), (K.REDUCED, "full_shard")]
+    failures += [(kind, "no_shard") for kind in (K.REDUCED, K.COMBINE, K.COMBINED)]
     right = GradientReducer.execute
-    for kind, strategy in places:
+    for kind, strategy in failures:
         model = shard_model(make_net(tied=False), strategy)
         before = model.accounting.nbytes
 
-        def failing(self: GradientReducer, event: Event, kind: K = kind) -> None:
+        def fails(self: GradientReducer, event: Event, kind: K = kind) -> None:
             if event.kind is kind and event.unit == "blocks.1":
                 raise ZeroDivisionError
             right(self, event)
 
         loss = next_token_loss(model, tokens)
-        with (
-            mock.patch.object(GradientReducer, "execute", failing),
-            pytest.raises(ZeroDivisionError),
-        ):
+        with mock.patch.object(GradientReducer, "execute", fails), pytest.raises(ZeroDivisionError):
             loss.backward()
         model.zero_grad()
         assert model.accounting.nbytes == before, (kind, strategy)

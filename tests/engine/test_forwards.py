@@ -36,7 +36,7 @@ def together(module: nn.Module, batches: list[Tensor], rank: int) -> None:
 
 
 def first_of_two(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """Two forwards, of which one takes part; both outputs stay alive."""
+    """Run two forwards, of which one takes part; both outputs stay alive."""
     first, _other = _loss(module, batches[0]), _loss(module, batches[1])
     first.backward()
 
@@ -48,13 +48,13 @@ def one_by_one(module: nn.Module, batches: list[Tensor], rank: int) -> None:
 
 
 def by_rank(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """Three forwards; ranks run the backwards of different ones."""
+    """Run three forwards; ranks run the backwards of different ones."""
     losses = [_loss(module, batch) for batch in batches]
     (losses[rank] + losses[2]).backward()
 
 
 def kept_from_before(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """A forward whose backward runs after the backward of a later forward."""
+    """Run a backward after the backward of a later forward."""
     before = _loss(module, batches[0])
     _loss(module, batches[1]).backward()
     _loss(module, batches[2]).backward()
@@ -62,7 +62,7 @@ def kept_from_before(module: nn.Module, batches: list[Tensor], rank: int) -> Non
 
 
 def within_a_checkpoint(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """A forward that runs again within the backward of another one."""
+    """Run a forward again within the backward of another forward."""
     plain = _loss(module, batches[0])
     scale = torch.ones((), requires_grad=True)
     again = checkpoint(lambda scale: scale * _loss(module, batches[1]), scale, use_reentrant=True)
@@ -70,7 +70,7 @@ def within_a_checkpoint(module: nn.Module, batches: list[Tensor], rank: int) -> 
 
 
 def hidden_states(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """Losses of inner outputs, of which one depends on parameters alone."""
+    """Run a backward of inner outputs, of which one depends on parameters alone."""
     states: list[Tensor] = []
     net = module.module if isinstance(module, ShardedModel) else module
     assert isinstance(net, OddNet)
@@ -166,7 +166,7 @@ def test_a_graph_is_freed_with_its_outputs(rank: int, world_size: int) -> None:
     alive: list[weakref.ref[object]] = []
 
     class Watched(torch.autograd.Function):
-        """A function whose backward node has a weak reference."""
+        """An identity whose backward node a weak reference watches."""
 
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from tests.predict.random_configs import random_config
 from tests.predict.tensor_bytes import host_inputs
 from tests.train_step import train_step
 
-pytest.importorskip("torch._dynamo")  # its import would keep references of the stack
+pytest.importorskip("torch._dynamo")  # before the tests: the import keeps references to the stack
 MODES = ["full", "selective"]
 # Kinds with blocks that are recomputed already, or write to their inputs.
 LEFT_OUT = {"in four bits", "mixed", "recomputed", "recomputed selectively"}
@@ -92,8 +92,8 @@ def test_the_same_bits_whatever_blocks_do(kind: str, mode: str) -> None:
         inputs = checkpoint_all(blocks, mode, offload=offload)
         results += [list(_steps(options, module))]
         assert all_free(inputs)
-        needs_them = kind != "frozen below"  # there, only the last block has a backward
-        assert bool(inputs.sizes) == (offload and needs_them)
+        # In "frozen below", only the last block has a backward.
+        assert bool(inputs.sizes) == (offload and kind != "frozen below")
     assert all(map(same, *results))
 
 
@@ -141,9 +141,9 @@ def seen(net: Chain) -> Iterator[list[str]]:
     take = InputBuffers.take
 
     def takes(self: InputBuffers, *inputs: Any) -> Tensor:
-        slot = take(self, *inputs)
-        on_host.append(slot)
-        return slot
+        buffer = take(self, *inputs)
+        on_host.append(buffer)
+        return buffer
 
     with (
         mock.patch.object(Copier, "_copy", copies),
@@ -227,15 +227,15 @@ def test_host_memory_is_allocated_in_few_pieces_that_torch_rounds_little(count, 
         pieces.append(size)
         return torch.empty(size, device="meta")
 
-    slots = InputBuffers(count, allocate)
-    taken = [slots.take(number, nbytes) for number in range(count)]
-    assert sum(pieces) == slots.nbytes == count * nbytes
+    buffers = InputBuffers(count, allocate)
+    taken = [buffers.take(number, nbytes) for number in range(count)]
+    assert sum(pieces) == buffers.nbytes == count * nbytes
     assert len(pieces) <= 6
     if count > 5:
         assert sum(1 << (size - 1).bit_length() for size in pieces) <= 1.1 * sum(pieces)
     for each in taken:
-        slots.free(each)
-    assert slots.take(0, nbytes // 2) is taken[0]
+        buffers.free(each)
+    assert buffers.take(0, nbytes // 2) is taken[0]
 
 
 SMALL = [
@@ -273,14 +273,13 @@ def check_bits(config: Resolved, rank: int) -> None:
 
 
 def composed(ranks: int, args: list[str]) -> Resolved:
-    size = f"train.global_batch_size={4 * ranks}"
-    args = [f"launch.nproc_per_node={ranks}", size, *SMALL, *args]
+    args = [f"launch.nproc_per_node={ranks}", f"train.global_batch_size={4 * ranks}", *SMALL, *args]
     return stored_config(assign_ranks(compose_config(args).config))
 
 
 @pytest.mark.parametrize("args", CASES, ids=["packed", "selective", "adapters"])
 def test_a_run_has_the_same_bits(args: list[str]) -> None:
-    """With accumulation, packed documents, bf16, and adapters with dropout over NF4."""
+    """Train with accumulation, packed documents, bf16, and adapters with dropout over NF4."""
     check_bits(composed(1, args), 0)
 
 
@@ -320,12 +319,8 @@ def test_runs_of_every_kind_have_the_same_bits(rank: int, world_size: int) -> No
     result = 0
     for seed in count():
         config = random_config(random.Random(f"inputs {seed} {world_size}"), world_size)
-        options = config.model
-        if (
-            config.activation_checkpointing.offload
-            and options.num_layers > 2
-            and not options.trainable
-        ):
+        layers, offloads = config.model.num_layers, config.activation_checkpointing.offload
+        if offloads and layers > 2 and not config.model.trainable:
             result += 1
             check_bits(config, rank)
         if result == 12:

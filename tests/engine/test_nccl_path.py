@@ -41,7 +41,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
 
 @distributed(world_size=4)
 def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
-    """It starts before the next unit's backward, without waiting for the reduction."""
+    """The sum starts before the next unit's backward, without waiting for the reduction."""
     tokens = token_batches(1, world_size)[0][rank][0]
     with nccl_path():
         model = shard_model(make_net(tied=False), "hybrid_shard", dp_shard_size=2)

@@ -69,9 +69,8 @@ class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.ModuleList([OddBlock(), nn.Linear(13, 13)]) for _ in range(3)
-        )
+        pairs = ([OddBlock(), nn.Linear(13, 13)] for _ in range(3))
+        self.layers = nn.ModuleList(map(nn.ModuleList, pairs))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -107,11 +106,8 @@ def test_a_loss_that_does_not_come_from_the_output(rank, world_size, strategy):
         module(x)
         inner = module.module if isinstance(module, ShardedModel) else module
         assert isinstance(inner, SideOutput)
-        results, inner.kept = (
-            inner.kept,
-            torch.zeros(()),
-        )  # otherwise, the graph would keep the module
-        return results
+        result, inner.kept = inner.kept, torch.zeros(())  # else the graph would keep the module
+        return result
 
     assert difference(rank, SideOutput, float_batches(3, world_size), loss, strategy) == 0.0
 

@@ -56,17 +56,11 @@ def _tokens(rank: int, step: int, part: int = 0) -> Tensor:
 
 
 def _trained(  # noqa: PLR0913  # the options of a case
-    rank: int,
-    offload: str,
-    *,
-    strategy: str = "full_shard",
-    precision: Precision = Precision(),
-    size: int | None = None,
-    holds: bool = False,
-    skipped: int | None = None,
+    rank: int, offload: str, *, strategy: str = "full_shard", precision: Precision = Precision(),
+    size: int | None = None, holds: bool = False, skipped: int | None = None,
     state_dtype: torch.dtype | None = None,
     module: Callable[[], nn.Module] = lambda: make_net(tied=True),
-) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:  # fmt: skip
     """Return losses, weights and states after a few steps of two micro-batches with clipping."""
     name, _, owners = strategy.partition(" ")
     sharding = Sharding(
@@ -214,7 +208,8 @@ def test_parameters_that_cannot_rest_on_the_host_are_rejected(sharding, message)
 @in_turn(mode=["states", GRADIENTS], precision=[Precision(), BF16])
 def test_units_wait_for_their_own_step_only(rank, world_size, mode, precision):
     seen: list[tuple[str, str]] = []
-    returned, used = threading.Event(), threading.Event()  # the step; the first units
+    # `optimizer.step` has returned; the second unit has begun its forward.
+    returned, used = threading.Event(), threading.Event()
     right = HostStates._step
     model = shard_model(make_net(tied=True), Sharding(precision=precision, offload=mode))
     *_, last = model._runtime.units

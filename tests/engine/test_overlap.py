@@ -1,7 +1,7 @@
 """Overlap of communication, by a clock that only collectives and blocks advance.
 
-The engine runs as it always does; the collectives take time that the clock knows, each kind on a
-channel of its own, and so do the blocks. What is waited for is what was not hidden.
+The engine runs unchanged. Blocks take time on the clock, and so do collectives, each kind on a
+separate channel. The time that the model waits is exposed communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class Clock:
         self.free = {"copy": 0.0, "gather": 0.0, "reduce": 0.0}  # when each channel is free
 
     def start(self, kind: str, after: float = 0.0) -> Callable[[], None]:
-        """Start a collective when its channel is free; the result waits for its end."""
+        """Start a collective when its channel is free; return a function that waits for its end."""
         end = max(self.now, self.free[kind], after) + self.delays[kind]
         self.free[kind] = end
         self.started[kind] += 1
@@ -146,7 +146,7 @@ def test_without_prefetch_every_gather_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("prefetch", "gathers"), [(Prefetch(1, 0), 7), (Prefetch(0, 1), 8)])
 def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) -> None:
-    """Without prefetch in one direction, its gathers are waited for."""
+    """Without prefetch in a direction, the model waits for the gathers of that direction."""
     assert run("full_shard", prefetch, Clock()).exposed["gather"] == pytest.approx(gathers * DELAY)
 
 

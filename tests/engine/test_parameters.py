@@ -25,22 +25,22 @@ def read(model: fsdpctl.ShardedModel) -> None:
 
 @distributed(world_size=2)
 @in_turn(
-    strategy=["full_shard", "shard_optimizer", "no_shard"], held=[False, True], look=[clip, read]
+    strategy=["full_shard", "shard_optimizer", "no_shard"], held=[False, True], use=[clip, read]
 )
-def test_reading_a_gradient_of_a_parameter_raises_an_error(rank, world_size, strategy, held, look):
+def test_reading_a_gradient_of_a_parameter_raises_an_error(rank, world_size, strategy, held, use):
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
     optimizer = fsdpctl.ShardedAdamW(model)
     for of_ranks in token_batches(2, world_size):
-        look(model)  # there is nothing to clip yet
+        use(model)  # without gradients, it has nothing to clip
         batch = of_ranks[rank][0]
         if held:
             with model.no_sync():
                 next_token_loss(model, batch).backward()
             with pytest.raises(EngineError, match="fsdpctl.clip_grad_norm_"):
-                look(model)
+                use(model)
         next_token_loss(model, batch).backward()
         with pytest.raises(EngineError, match="fsdpctl.clip_grad_norm_"):
-            look(model)
+            use(model)
         assert torch.nn.utils.clip_grad_norm_(model.flat_parameters(), 1e9) > 0
         optimizer.step()
         optimizer.zero_grad()

@@ -4,7 +4,7 @@ import os
 import subprocess
 import time
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from unittest import mock
 
@@ -31,10 +31,8 @@ from tests.matrix import WHOLE, fast
 F32 = torch.float32
 
 
-def sharing(
-    module: nn.Module, strategy: str = "full_shard", owner_map: str = "even"
-) -> ShardedModel:
-    return shard_model(module, Sharding(strategy, owner_map=owner_map, share_memory=True))
+def sharing(module: nn.Module, strategy: str = "full_shard", owners: str = "even") -> ShardedModel:
+    return shard_model(module, Sharding(strategy, owner_map=owners, share_memory=True))
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,11 @@ class Case(parity.Case):
 @pytest.mark.parametrize("world_size", fast(3, slow=[2, 4, 8]))
 @distributed(timeout=600)
 def test_equals_one_process_bit_for_bit(rank: int, world_size: int, whole: bool) -> None:
-    """Every kind of module in some windows or all; strategies and owner maps take turns."""
-    shardings, windows, kinds = parity.SHARDINGS, list(parity.WINDOWS), list(KINDS)
+    """Train every kind of module in some windows or all; strategies and owner maps take turns."""
+    turns, windows, kinds = cycle(parity.SHARDINGS), list(parity.WINDOWS), list(KINDS)
     some = [(kind, windows[at % len(windows)]) for at, kind in enumerate(kinds)]
     result = list(product(kinds, windows)) if whole else some
-    parity.check(
-        rank,
-        [Case(shardings[n % len(shardings)], *each, world_size) for n, each in enumerate(result)],
-    )
+    parity.check(rank, (Case(next(turns), *each, world_size) for each in result))
 
 
 @distributed(world_size=2)
@@ -92,7 +87,7 @@ def test_parameters_stand_once_and_other_users_cannot_open_them(rank: int, world
 
     def looked_at(file: int, size: int) -> None:
         assert os.fstat(file).st_mode & 0o777 == 0o600
-        assert os.fstat(file).st_nlink == 0  # it has no name
+        assert os.fstat(file).st_nlink == 0  # the file has no name
         opened.append(file)
         real(file, size)
 
@@ -129,19 +124,19 @@ def test_an_outbox_is_as_large_as_the_largest_model_needs(rank: int, world_size:
         ranks.reserve_outbox(size)
         gradients = torch.arange(128, dtype=torch.float32)
         total = torch.empty(64)
-        reduction = ranks.reduce_scatter(gradients, parts)
-        reduction.finish(total, 0.5, torch.float32)
+        ranks.reduce_scatter(gradients, parts).finish(total, 0.5, torch.float32)
         assert torch.equal(total, gradients[rank * 64 : (rank + 1) * 64])
 
 
 @distributed(world_size=2)
 def test_a_gather_to_other_memory_transfers(rank: int, world_size: int) -> None:
-    """Also if addresses of freed shared memory are used again."""
+    """The gather also transfers if torch reuses addresses of freed shared memory."""
     ranks, parts = SharedCollectives(), EvenSpans(64, world_size)
     (shared,) = ranks.allocate_shared([512])
     assert ranks.memory.contains(shared)
     del shared
-    assert len([mapped for mapped, _ in ranks.memory._ranges if mapped()]) == 1  # the counters
+    # Only the counters are still mapped.
+    assert sum(mapped() is not None for mapped, _ in ranks.memory._ranges) == 1
     whole = torch.zeros(128)
     ranks.all_gather([AllGatherInput(whole, parts, torch.full((64,), rank + 1.0))]).wait()
     assert whole.sum() == 64 * (1 + 2)

@@ -20,7 +20,7 @@ from tests.matrix import WHOLE, cases
 
 
 class _Reads(TorchDispatchMode):
-    """A count of the values that the host reads: `.item()`, `.tolist()`, `if tensor:`."""
+    """A mode that counts the values that the host reads: `.item()`, `.tolist()`, `if tensor:`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def test_events_of_one_rank_equal_the_plan(strategy: str) -> None:
 @distributed(world_size=2)
 @in_turn(strategy=list(STRATEGIES))
 def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, strategy: str) -> None:
-    """After a backward with held gradients, after one with reduced ones, and after the step."""
+    """Compare while gradients are held, after they are reduced, and after a step."""
     model = shard_model(make_net(tied=True), strategy)
     optimizer = ShardedAdamW(model, lr=1e-2)
     batch = token_batches(1, world_size)[0][rank][0]
@@ -122,7 +122,7 @@ def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, str
 @distributed(world_size=2)
 @in_turn(tied=[False, True])
 def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: bool) -> None:
-    """Two blocks and root, embedding and head have memory, whatever event has happened."""
+    """Two blocks, root, embedding and head have memory after every event."""
     model = shard_model(make_net(tied=tied), "full_shard")
     nbytes = {name: unit.nbytes for name, unit in model._runtime.units.items()}
     blocks = [name for name in nbytes if name.startswith("blocks.")]

@@ -41,7 +41,7 @@ LIMITS = (0.5066, 0.5074, 0.5082, 0.5101, 0.5106, 0.5158, 4)  # GiB; each allows
 
 def composed(*args: str) -> Composed:
     named = {arg.partition("=")[0] for arg in args}
-    return compose_config([*(w for w in TOY if w.partition("=")[0] not in named), *args])
+    return compose_config([*(arg for arg in TOY if arg.partition("=")[0] not in named), *args])
 
 
 def placed(*args: str) -> Filled:
@@ -107,10 +107,8 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
     assert one.peak_reserved < several.peak_reserved
     memory = (1.001 * one.peak_reserved + one.memory_bytes - one.available) / (1 << 30)
     result = ranking(*args, f"cluster.memory={memory}")
-    assert (result.estimate.verdict, result.selection.micro_batch_size) == (
-        "fits",
-        axes.sizes[last],
-    )
+    assert result.estimate.verdict == "fits"
+    assert result.selection.micro_batch_size == axes.sizes[last]
 
 
 def test_less_memory_leads_to_another_selection():
@@ -135,8 +133,7 @@ def test_a_tie_is_decided_by_memory():
 
 
 def test_settings_that_are_not_auto_are_kept():
-    config = placed(*OPEN[1:], "strategy=no_shard")
-    result = rank_candidates(Estimator(), config)
+    result = ranking(*OPEN[1:], "strategy=no_shard")
     assert result.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
     assert {each.selection.strategy for each in result.ranked} == {"no_shard"}
     result = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
@@ -206,9 +203,8 @@ def test_a_ranking_is_described_by_selection_reason_and_runner_up():
 
 def test_there_is_a_runner_up_if_anything_else_fits():
     of_modes = ranking("activation_checkpointing=auto")
-    assert [c.selection.recomputation.text for c in of_modes.ranked] == [
-        "none", "selective", "full",
-    ]  # fmt: skip
+    modes = [each.selection.recomputation.text for each in of_modes.ranked]
+    assert modes == ["none", "selective", "full"]
     of_prefetch = ranking("prefetch=auto")
     assert {c.selection.prefetch.name for c in of_prefetch.ranked} == {"none", "backward", "both"}
     seconds = [each.seconds for each in of_prefetch.ranked[1:]]

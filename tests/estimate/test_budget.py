@@ -63,8 +63,7 @@ def test_an_estimate_fills_the_budget_and_no_block_more_can_be_kept(memory):
     assert f"activation_checkpointing={edge.config.activation_checkpointing.name}" in lines["auto"]
     if blocks := edge.config.activation_checkpointing.blocks:
         assert f"{BLOCKS}={blocks}" in lines["auto"]
-        again = Estimator().estimate(edge.plan)
-        assert again.peak_reserved == edge.peak_reserved
+        assert Estimator().estimate(edge.plan).peak_reserved == edge.peak_reserved
     missed = -min(memory_errors()["dense"])
     assert edge.reserve == int(max(0.05, missed) * edge.available)
     assert f"the {missed:.0%} that a selection leaves" in lines["verdict"]

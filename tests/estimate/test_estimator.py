@@ -43,10 +43,8 @@ def estimated(*args: str) -> RunEstimate:
 def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
     estimate = estimated(*H100, "launch.nnodes=2")
     assert (estimate.config.launch.nproc_per_node, estimate.config.launch.device) == (8, "cuda")
-    assert (estimate.config.precision.param_dtype, estimate.to_dict()["world_size"]) == (
-        "bfloat16",
-        16,
-    )
+    assert estimate.config.precision.param_dtype == "bfloat16"
+    assert estimate.to_dict()["world_size"] == 16
     assert estimate.verdict == "fits"
 
 

@@ -23,7 +23,7 @@ from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
          "launch.nproc_per_node=2", "cluster=h100"]  # fmt: skip
-# Too little host memory, without and with states in it; too little of the device; of both.
+# Too little host memory, without and with states in it; too little device memory; both.
 SHORTAGES = [
     (["cluster.host_memory=2"], ["host memory"]),
     (["cluster.host_memory=2", "strategy.offload=states"], ["host memory"]),
@@ -34,9 +34,8 @@ SHORTAGES = [
 
 
 def estimated(*args: str) -> RunEstimate:
-    return Estimator().estimate(
-        make_run_plan(prepare(compose_config([*SMALL, *args]), ESTIMATE_ROLE).config)
-    )
+    prepared = prepare(compose_config([*SMALL, *args]), ESTIMATE_ROLE)
+    return Estimator().estimate(make_run_plan(prepared.config))
 
 
 @pytest.mark.parametrize(("args", "short"), SHORTAGES)

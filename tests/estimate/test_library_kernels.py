@@ -31,8 +31,7 @@ def tiny(family: str, device: str = "cpu") -> Any:
 
 
 def result(module: Any, length: int) -> Tensor:
-    tokens = torch.zeros(2, length, dtype=torch.int64, device=module.device)
-    logits: Tensor = module(tokens).logits
+    logits: Tensor = module(torch.zeros(2, length, dtype=torch.int64, device=module.device)).logits
     return logits
 
 

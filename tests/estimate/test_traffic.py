@@ -21,8 +21,7 @@ FP32 = 4
 def sent(*args: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
     fixed = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256"]
-    composed = compose_config([*fixed, *args])
-    config = make_run_plan(prepare(composed, ESTIMATE_ROLE).config).config
+    config = make_run_plan(prepare(compose_config([*fixed, *args]), ESTIMATE_ROLE).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
     return sent_per_step(config, module_units(module, None), micro_batches), num_params
@@ -95,7 +94,7 @@ def test_planned_bytes_are_sent_over_the_interface(tmp_path, strategy, ranks):
         pytest.skip("takes a network namespace")
     sizes = ["model.hidden_size=256", "model.intermediate_size=512", "train.global_batch_size=12"]
     names = [arg.partition("=")[0] for arg in sizes]
-    args = [f"strategy={strategy}", *(w for w in TINY if w.partition("=")[0] not in names)]
+    args = [f"strategy={strategy}", *(arg for arg in TINY if arg.partition("=")[0] not in names)]
     args += ["launch.share_memory=false", *sizes, f"data.path={make_text(tmp_path)}"]
     args += [f"launch.nproc_per_node={ranks}"]
     args += ["strategy.dp_shard_size=2"] * (strategy == "hybrid_shard")

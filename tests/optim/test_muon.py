@@ -124,12 +124,6 @@ OF_MUON = {
     **{name: KINDS[name] for name in ("never used", "recomputed", "used later")},
     **{name: Kind(partial(decoder, name), token_batches, their_loss) for name in ("phi3", "qwen3")},
 }  # fmt: skip
-Case = tuple[tuple[str, str], str, str, str]
-
-
-def odd_cases(whole: bool) -> list[Case]:
-    shardings, kinds = (SHARDINGS, [*OF_MUON]) if whole else (SHARDINGS[:2], [*OF_MUON][:4])
-    return cases(shardings, kinds, [*WINDOWS], [*OPTIONS], whole=False)
 
 
 @pytest.mark.slow
@@ -137,7 +131,9 @@ def odd_cases(whole: bool) -> list[Case]:
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed(timeout=120)
 def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
-    for number, (sharding, name, window, options) in enumerate(odd_cases(whole)):
+    shardings, kinds = (SHARDINGS, [*OF_MUON]) if whole else (SHARDINGS[:2], [*OF_MUON][:4])
+    drawn = cases(shardings, kinds, [*WINDOWS], [*OPTIONS], whole=False)
+    for number, (sharding, name, window, options) in enumerate(drawn):
         (strategy, owner_map), kind, settings = sharding, OF_MUON[name], OPTIONS[options]
         batches = kind.batches(3, world_size, WINDOWS[window])
         model = shard_model(kind.make(), strategy, owner_map=owner_map)
@@ -254,9 +250,8 @@ def test_temporary_tensors_are_those_that_estimates_expect(dtype, nesterov):
         with watch:
             optimizer.step(found_inf=torch.zeros(()))
         count, rows, columns = shape if len(shape) == 3 else (1, *shape)
-        for name, nbytes in MuonSettings(nesterov=nesterov).tensors(
-            (count, rows, columns), dtype.itemsize
-        ):
+        settings = MuonSettings(nesterov=nesterov)
+        for name, nbytes in settings.tensors((count, rows, columns), dtype.itemsize):
             held += nbytes - sizes.get(name, 0)
             sizes[name] = nbytes
             expected = max(expected, held)

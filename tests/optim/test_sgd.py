@@ -86,9 +86,8 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
 def test_masters_of_other_than_32_bits_are_rejected(dtype, split, error):
     precision = Precision(torch.bfloat16, torch.float32, dtype, has_remainders=split)
     model = shard_model(make_net(tied=False), precision=precision)
-    with pytest.raises(
-        UsageError, match=f"ShardedSGD: master weights of {error} are not supported"
-    ):
+    message = f"ShardedSGD: master weights of {error} are not supported"
+    with pytest.raises(UsageError, match=message):
         ShardedSGD(model, lr=LR)
 
 

@@ -24,7 +24,7 @@ from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed, in_turn
 from tests.fused import fused_by
 
-WIDTH, WORDS, ROWS = 65, 71, 4  # of odd sizes, so that blocks end within parameters
+WIDTH, VOCAB, ROWS = 65, 71, 4  # of odd sizes, so that blocks end within parameters
 STEPS = 4
 SLOW = pytest.mark.slow
 
@@ -35,7 +35,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(WIDTH, 5)
@@ -71,7 +71,7 @@ def train(
     for step in steps:
         rank = 0 if alike else model.collectives.rank
         generator = torch.Generator().manual_seed(100 * step + rank)
-        loss = model(torch.randint(WORDS // 2, (ROWS, 8), generator=generator))
+        loss = model(torch.randint(VOCAB // 2, (ROWS, 8), generator=generator))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -80,9 +80,8 @@ def train(
 
 
 def save(model: ShardedModel, optimizer: ShardedAdamW, folder: Path) -> dict[str, Tensor]:
-    snapshot = take_snapshot(
-        model, optimizer, model.collectives.rank, CheckpointMetadata(Progress(STEPS))
-    )
+    metadata = CheckpointMetadata(Progress(STEPS))
+    snapshot = take_snapshot(model, optimizer, model.collectives.rank, metadata)
     write_checkpoint(folder, snapshot, model.collectives)
     return whole_tensors(folder)
 
@@ -93,7 +92,7 @@ def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(result[key], value), key
 
 
-EXPECTED = {  # of the tensors of a large matrix
+EXPECTED = {  # states of a large matrix
     "int8": {"exp_avg.codes", "exp_avg.scales", "exp_avg_sq.codes", "exp_avg_sq.scales"},
     "24-bit": {REMAINDER, "exp_avg", "exp_avg_sq"},
     "int8 24-bit": {REMAINDER, "exp_avg.codes", "exp_avg.scales"},
@@ -125,7 +124,7 @@ def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies:
 
 @distributed(timeout=90)
 @in_turn(kind=list(EXPECTED))
-def go_on(rank: int, world_size: int, folder: Path, kind: str) -> None:
+def save_again(rank: int, world_size: int, folder: Path, kind: str) -> None:
     """A checkpoint of other ranks is loaded and saved again without a change."""
     model, optimizer = make_model("full_shard", kind)
     load_into(CheckpointReader(folder / f"no_shard {kind}"), model, optimizer)
@@ -141,7 +140,7 @@ def go_on(rank: int, world_size: int, folder: Path, kind: str) -> None:
 def test_bits_do_not_depend_on_ranks(tmp_path, ranks, strategies, others):
     train_alike(world_size=ranks, folder=tmp_path, strategies=strategies)
     for each in others:
-        go_on(world_size=each, folder=tmp_path)
+        save_again(world_size=each, folder=tmp_path)
 
 
 @distributed(timeout=90)
@@ -251,17 +250,12 @@ def test_codes_stay_near_their_numbers(kind):
 def test_a_skipped_step_changes_nothing():
     model, optimizer = make_model("full_shard")
     train(model, optimizer, range(2))
-    before = {
-        (number, name): value.clone()
-        for number, (_, state) in enumerate(optimizer.span_states())
-        for name, value in state.items()
-    }
+    before = [{k: v.clone() for k, v in state.items()} for _, state in optimizer.span_states()]
     weights = model.state_dict()
     model(torch.zeros(ROWS, 8, dtype=torch.int64)).backward()
     optimizer.step(found_inf=torch.ones(()))
-    for number, (_, state) in enumerate(optimizer.span_states()):
-        for name, value in state.items():
-            assert torch.equal(value, before[number, name])
+    for expected, (_, state) in zip(before, optimizer.span_states(), strict=True):
+        assert_same(state, expected)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
@@ -272,8 +266,8 @@ def test_no_update_exceeds_adams_bound():
     before = model.state_dict()
     for step in range(1, 9):
         optimizer.zero_grad()
-        loss = model(torch.full((ROWS, 8), step % 3))  # most rows have no gradient
-        (loss * 10.0 ** (4 - step)).backward()
+        # Most rows have no gradient.
+        (model(torch.full((ROWS, 8), step % 3)) * 10.0 ** (4 - step)).backward()
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
         optimizer.step()

@@ -74,13 +74,9 @@ def test_values_out_of_range_are_errors(call, message):
 
 
 def _llama(hidden: int, inner: int, kv: int, layers: int, vocab: int, *, bias: bool) -> list[int]:
-    """Elements of each unit: root (norm, and the tied embedding), blocks."""
+    """Return the elements of each unit: the root (norm and tied embedding), then the blocks."""
     block = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
     return [hidden + vocab * hidden, *[block + bias * (hidden + 2 * kv)] * layers]
-
-
-def _padded(sizes: list[int]) -> list[int]:
-    return [round_up(size, ALIGNMENT) for size in sizes]
 
 
 # Root first, then units in order, as engine and plan divide these models.
@@ -104,5 +100,6 @@ def test_the_models_have_their_published_sizes():
 @pytest.mark.parametrize("world_size", [4, 8, 64])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_the_balanced_map_is_balanced_for_real_models(model, world_size):
-    owners = OwnerMap.balanced(_padded(MODELS[model]), world_size)
+    sizes = [round_up(size, ALIGNMENT) for size in MODELS[model]]
+    owners = OwnerMap.balanced(sizes, world_size)
     assert max(map(owners.fraction_of, range(owners.world_size))) * owners.world_size <= 1.01

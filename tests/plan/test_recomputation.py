@@ -51,14 +51,9 @@ def test_a_wrong_number_of_blocks_is_one_line(text, message):
 
 
 def test_few_blocks_have_one_of_each_treatment_and_one_of_the_others():
-    blocks = "offload:4,full:20,selective:8"
-    settings = [one_of_each(blocks, count) for count in (1, 2, 3, 4, 9)]
-    assert settings == [
-        None,
-        "offload:1",
-        "offload:1,full:1",
-        *2 * ["offload:1,full:1,selective:1"],
-    ]
+    settings = [one_of_each("offload:4,full:20,selective:8", count) for count in (1, 2, 3, 4, 9)]
+    of_three = "offload:1,full:1,selective:1"
+    assert settings == [None, "offload:1", "offload:1,full:1", of_three, of_three]
     assert one_of_each(None, 3) is None
 
 

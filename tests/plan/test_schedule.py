@@ -51,17 +51,13 @@ def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order
         moves = [kind for kind in kinds if kind not in (K.REDUCE, K.REDUCED)]
         passes = len(moves) // 3
         assert moves == [K.GATHER, K.READY, K.FREE] * passes
-        assert passes == (2 if order_regathers(order, unit, name) else 1)
+        stays = unit in (order.root, order.forward[-1]) or name == "shard_grad_op"
+        assert passes == (1 if stays or unit in order.lookups else 2)
 
 
 def of_one_byte(order: UnitOrder, budget: int = 1) -> Reductions:
     """Return reductions of units of one byte each."""
     return Reductions(dict.fromkeys((order.root, *order.forward), 1), budget)
-
-
-def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
-    stays = unit in (order.root, order.forward[-1]) or name == "shard_grad_op"
-    return not stays and unit not in order.lookups
 
 
 @given(orders, prefetches)

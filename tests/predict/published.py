@@ -1,6 +1,6 @@
 """Published steps of GPUs, as configurations of fsdpctl.
 
-Comments state assumptions where a source is silent. Figures are tokens/s of one GPU. The shares of
+Comments state assumptions if a source is silent. Figures are tokens/s of one GPU. The shares of
 peak and bandwidth in conf/cluster come from other measurements, except step_efficiency: one number
 for each kind of device, set with the MPT rows in view, or with rows of the H200 and Blackwell.
 """
@@ -9,7 +9,7 @@ from tests.predict.published_blackwell import BLACKWELL
 from tests.predict.published_step import Step
 from tests.predict.published_step import batch as _batch
 
-_TITAN = "torchtitan benchmarks/llama3_h100_202412"  # H100 with 96 GB of HBM2e, held to 500 W
+_TITAN = "torchtitan benchmarks/llama3_h100_202412"  # H100 with 96 GB of HBM2e, limited to 500 W
 _MOSAIC = "llm-foundry scripts/train/benchmarking"
 _FMS = "fms-fsdp README"
 _KEMPNER = "KempnerForge benchmarks/mfu_scaling"  # bf16 masters follow from the memory of one GPU
@@ -17,7 +17,7 @@ _KEMPNER = "KempnerForge benchmarks/mfu_scaling"  # bf16 masters follow from the
 _8B = "model=llama3_8b engine=fsdp2 train.seq_len=8192"
 # At that time, torch preferred FlashAttention 2 on this GPU; llm-foundry used it, too.
 _H100 = "cluster=h100 model.attention=flash"
-# At 500 of 700 W products reach 0.82 of their rate; 2.4 TB/s is that memory's.
+# At 500 of 700 W, matrix products reach 0.82 of their rate. HBM2e transfers 2.4 TB/s.
 _500_W = f"{_H100} cluster.flops=811 cluster.memory_bandwidth=2400"
 _SELECTIVE = "activation_checkpointing=selective"
 _FULL = "activation_checkpointing=full"
@@ -51,10 +51,10 @@ _KEMPNER_8B = (
 
 
 def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, float]) -> list[Step]:
-    """Return steps of adapters on one A100, with 8 micro-batches of one sample, by Qwen's README.
+    """Return steps of adapters on one A100, with 8 micro-batches of one sample, from Qwen's README.
 
-    Its 4 bits are GPTQ's, with kernels of its own; its fused projections have one adapter instead
-    of three. Steps below 1.7 s are left out, because they have one digit.
+    Qwen's 4-bit weights are GPTQ's, with their own kernels. Fused projections have one adapter
+    instead of three. Steps below 1.7 s are left out, because they have one digit.
     """
     layers, width, inner, heads, vocabulary = shape
     args = (
@@ -66,14 +66,10 @@ def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, floa
     )
     kind = "LoRA" if dtype == "auto" else "QLoRA"
     return [
-        Step(
-            f"Qwen-{name}, {kind}, 1 A100, {length:,} tokens",
-            f"{args} train.seq_len={length}",
-            round(8 * length / of_step, 1),
-            "QwenLM/Qwen README, 2024",
-        )
+        Step(f"Qwen-{name}, {kind}, 1 A100, {length:,} tokens", f"{args} train.seq_len={length}",
+             round(8 * length / of_step, 1), "QwenLM/Qwen README, 2024")
         for length, of_step in seconds.items()
-    ]
+    ]  # fmt: skip
 
 
 def _mosaic(on_card: dict[str, str], rows: str) -> list[Step]:
@@ -89,8 +85,8 @@ def _mosaic(on_card: dict[str, str], rows: str) -> list[Step]:
     return results
 
 
-# FlashAttention 1 (flash-attn==1.0.9 in its setup.py), of which the paper of version 2 says at most
-# 50% of an A100's peak in forward and 35% in backward. On an H100, by the ratio of version 2.
+# FlashAttention 1 (flash-attn==1.0.9 in its setup.py): the paper of version 2 has at most 50% of an
+# A100's peak in forward and 35% in backward. For an H100, version 2's ratio of the chips applies.
 _KERNEL = {
     "A100": f"{_8_A100} cluster.attention_efficiency=0.38",
     "H100": f"{_H100} cluster.attention_efficiency=0.21",
@@ -128,9 +124,8 @@ _WHOLE, _PLAIN = "train.loss_chunk_tokens=0", "engine.program=transformers"
 _OF_LOGITS = "computes entropy and accuracy of all logits, which counts in a small model"
 _HUB = (
     _hub(_4B, 8, 32768, _FLASH2, 4321, 24.9), _hub(_4B, 8, 32768, _FLASH3, 6783, more=", flash3"),
-    _hub(_4B, 16, 16384, f"{_FLASH2} {_WHOLE}", 5703, 43.4, more=", all logits")._replace(
-        differs=_OF_LOGITS
-    ),
+    _hub(_4B, 16, 16384, f"{_FLASH2} {_WHOLE}", 5703, 43.4, more=", all logits")
+    ._replace(differs=_OF_LOGITS),
     _hub(_32B, 16, 32768, _FLASH3, 1450), _hub(_32B, 32, 32768, _FLASH3, 1441, 63.0),
     _hub(_32B, 16, 16384, _FLASH2, 1356, 59.7),
     _hub(_32B, 16, 16384, _FLASH3, 1693, more=", flash3"),
@@ -146,9 +141,8 @@ def _on_host(length: int, speed: float) -> Step:
     """Return a step of an 8B on 8 H200: ZeRO-3, DeepSpeed's optimizer on an unnamed host CPU."""
     args = (
         f"model=llama3_8b model.max_seq_len={length} strategy=zero3 cluster=h200 {_FLASH3} "
-        f"train.seq_len={length} strategy.offload=states,gradients "
-        f"precision.reduce_dtype=bfloat16 {_FULL} "
-        f"{_batch(1, 8)}"
+        f"train.seq_len={length} strategy.offload=states,gradients precision.reduce_dtype=bfloat16 "
+        f"{_FULL} {_batch(1, 8)}"
     )
     differs = "steps on the host after backward" if length < 1 << 16 else ""
     name = f"8B, 8 H200, states on the host, {length:,} tokens"
@@ -212,13 +206,8 @@ PUBLISHED = (
     Step("8B, 128 H100, compiled",
          f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} launch.nnodes=16 {_batch(2, 128)}", 6514,
          _TITAN),
-    Step(
-        "8B, 8 H100, all recomputed",
-        # measured in 2026, with torch's default kernel
-        f"{_8B} cluster=h100 {_FULL} {_COMPILED} {_batch(1, 8)}",
-        7006,
-        "torchtitan 27aa49077",
-    ),
+    Step("8B, 8 H100, all recomputed",  # measured in 2026, with torch's default kernel
+         f"{_8B} cluster=h100 {_FULL} {_COMPILED} {_batch(1, 8)}", 7006, "torchtitan 27aa49077"),
     Step("8B, 64 A100", f"{_8B} {_8_A100} {_SELECTIVE} launch.nnodes=8 {_batch(1, 64)}", 2973,
          "torchtitan docs/performance.md, 2024"),
     Step("70B, 64 A100",
@@ -252,13 +241,9 @@ PUBLISHED = (
     Step("Llama-2-7B, 128 A100, hybrid",
          f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard {_8_A100} {_400_GBIT_A_NODE} "
          f"launch.nnodes=16 {_batch(2, 128)}", 4550, _FMS),
-    Step(
-        "Llama-2-13B, 96 H100",  # which layers are recomputed is not said: ours
-        f"{_LLAMA2_13B} {_LLAMA2} {_SELECTIVE} {_H100} {_800_GBIT_A_NODE} launch.nnodes=12 "
-        f"{_batch(2, 96)}",
-        4850,
-        _FMS,
-    ),
+    Step("Llama-2-13B, 96 H100",  # fms-fsdp does not name the recomputed layers: an assumption
+         f"{_LLAMA2_13B} {_LLAMA2} {_SELECTIVE} {_H100} {_800_GBIT_A_NODE} launch.nnodes=12 "
+         f"{_batch(2, 96)}", 4850, _FMS),
     Step("Llama-2-70B, 96 H100",
          f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_H100} "
          f"{_800_GBIT_A_NODE} launch.nnodes=12 {_batch(2, 96)}", 890, _FMS),

@@ -1,9 +1,9 @@
 """Published steps of Blackwell: experts without expert parallelism, and dense models beside them.
 
 Halo's pages were read on 2026-11-29. Its kernels are fused, as by a compiler, and its checkpoints
-of experts are reentrant; whether those of its row of Qwen3-30B-A3B were is not said: not. Halo's
-baseline is TRL with Liger's kernels. Both train on filler text. torchtitan's steps are those of its
-configurations of that day.
+of experts are reentrant, except for Qwen3-30B-A3B: an assumption, because its row does not tell.
+Halo's baseline is TRL with Liger's kernels. Both train on filler text. torchtitan's steps are those
+of its configurations of that day.
 """
 
 from tests.predict.published_step import Step, batch
@@ -17,16 +17,15 @@ _LIGER = "engine.program=liger precision.reduce_dtype=bfloat16 model.attention=f
 _SLOWER = "takes longer than a row of 16,384 tokens"
 _TITANS_BIASES = "adds the gradients of the experts' biases in other operators"
 
-# Each row has tokens per sample, samples, tokens/s and GiB.
+# Each row has tokens per sample, samples, tokens/s and, if published, GiB.
 _TRL_GPT_OSS = (
     "4096 1 3885 47.6; 4096 2 5519 48.2; 4096 4 6759 50.6; 16384 1 6513 50.6; 16384 2 7466 55.6; "
     "32768 1 7113 56; 65536 1 6876 66"
 )
 _TRL_30B = (
-    "4096 1 3787 63; 4096 2 8252 -; 4096 4 9746 -; 16384 1 8837 65; 32768 1 9540 68; "
-    "65536 1 7084 73"
+    "4096 1 3787 63; 4096 2 8252; 4096 4 9746; 16384 1 8837 65; 32768 1 9540 68; 65536 1 7084 73"
 )
-_TRL_KEPT = "4096 1 4064 -; 16384 1 6939 -; 32768 1 7775 -"
+_TRL_KEPT = "4096 1 4064; 16384 1 6939; 32768 1 7775"
 _Z2 = (
     "4096 1 9009; 4096 2 15429; 4096 4 18823; 16384 1 18304; 16384 2 20730; 32768 1 17950; "
     "65536 1 14775"
@@ -58,7 +57,7 @@ def _eight(label: str, model: str, args: str, rows: str, recomputes: str = "full
         length, micro, speed, *allocated = row.split()
         options = _hub(model, int(length), int(micro), 8, recomputes)
         longest = f" model.max_seq_len={length}" if int(length) > 40960 and model == _30B else ""
-        gib = float(allocated[0]) if allocated and allocated[0] != "-" else None
+        gib = float(allocated[0]) if allocated else None
         differs = _SLOWER if rows == _Z3 and length == "4096" and micro != "1" else ""
         title = f"{name}, {micro} x {int(length):,} tokens"
         title += "" if recomputes == "full" else ", not recomputed"

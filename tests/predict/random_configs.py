@@ -21,7 +21,7 @@ TRAINABLE = [
     "0", "norm|ln", "weight", r"\.0\.(mlp|self_attn|attn)", "mlp|head", "embed|wte", "bias|norm",
 ]  # fmt: skip
 OFFLOADS = ["states", "states,gradients", "states,params", "all", "params"]
-# The optimizer is drawn first: a draw until all settings are valid would make its conditions rare.
+# Drawn once per configuration: if drawn again with the other settings, strict ones would be rare.
 OPTIMIZERS = [
     *(["optimizer=adamw", f"optimizer.state_dtype={each}"] for each in STATE_DTYPES),
     ["optimizer=adamw", "optimizer.state_dtype=int8", f"precision.master_dtype={SPLIT}"],
@@ -72,7 +72,7 @@ def _run(draw: random.Random, ranks: int, shared: int, shares: str) -> list[str]
     ]  # fmt: skip
     if draw.random() < 0.3:
         args += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
-    if draw.random() < 0.3 and length >= 64:  # masks of short ones depend on their lengths
+    if draw.random() < 0.3 and length >= 64:  # masks of short samples depend on lengths
         args += ["data=chat"]  # packed sequences of several documents
     if draw.random() < 0.3:
         args += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]

@@ -23,7 +23,7 @@ from tests.engine.events import gathered_nbytes, recording
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the bytes of every tensor that an operator allocates while the mode is active."""
+    """A mode that counts the bytes of every tensor that an operator allocates."""
 
     def __init__(
         self, existing: Iterable[Tensor], buffers: Iterable[Tensor], in_buffers: Callable[[], int]
@@ -71,9 +71,9 @@ class TensorBytes(TorchDispatchMode):
 
 @contextmanager
 def _threads_released() -> Iterator[None]:
-    """End collectives of unsharded gradients when gloo's threads have released the memory.
+    """End collectives when gloo's threads have released the memory of their tensors.
 
-    Their handles end earlier. With more ranks than cores, threads can hold it in the next forward.
+    Handles end earlier: with more ranks than cores, threads can hold memory in the next forward.
     """
 
     def until_released(start: Callable[..., Handle]) -> Callable[..., Handle]:
@@ -135,7 +135,7 @@ def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, li
         uncounted += [*model.host._slabs.values(), *model.host._gradient_slabs.values()]
     outbox = model.accounting.total(BufferKind.OUTBOX)
     watch = TensorBytes(existing, uncounted, lambda: gathered_nbytes(model) + outbox)
-    del buffers, existing, uncounted  # otherwise they keep tensors alive
+    del buffers, existing, uncounted  # otherwise the lists keep tensors alive
     allocate = HostWorker.allocate
 
     def left_out(*args: Any, **options: Any) -> Tensor:

@@ -18,7 +18,7 @@ from tests.predict.test_total import predicted
 from tests.train_step import train_step
 
 FAMILIES = ["qwen3_moe", "mixtral", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next", "granite"]
-WORDS = [
+ARGS = [
     "model.init=random", "launch.device=cpu", "train.seq_len=64", "train.micro_batch_size=2",
     "train.loss_chunk_tokens=50", "accumulation.steps=1",
 ]  # fmt: skip
@@ -56,7 +56,7 @@ def check(rank: int, ranks: int, family: str, path: Path, chosen: list[str], **s
         save_decoder(family, path, vocab_size=1000, **sizes)
     collectives_for(torch.device("cpu")).barrier()
     args = [f"launch.nproc_per_node={ranks}", f"train.global_batch_size={2 * ranks}"]
-    config = stored_config(validate(assign_ranks(compose(path, *WORDS, *args, *chosen))))
+    config = stored_config(validate(assign_ranks(compose(path, *ARGS, *args, *chosen))))
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))

@@ -110,12 +110,12 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
         assert taken == 4 * whole // parts  # masters in the same dtype are views
 
 
-WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=false"]
+ARGS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=false"]
 
 
 def of_config(*args: str) -> EnginePeak:
     """Return the engine's memory on the fullest rank."""
-    plan = make_run_plan(prepare(compose_config([*WORDS, *args]), ESTIMATE_ROLE).config)
+    plan = make_run_plan(prepare(compose_config([*ARGS, *args]), ESTIMATE_ROLE).config)
     units = module_units(build_model(plan.config.model), None)
     return engine_peak(plan_training(plan.config, units, plan.batches.num_micro_batches))
 
@@ -142,7 +142,7 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     args = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
     args += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     args += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
-    config = make_run_plan(prepare(compose_config([*WORDS, *args]), ESTIMATE_ROLE).config).config
+    config = make_run_plan(prepare(compose_config([*ARGS, *args]), ESTIMATE_ROLE).config).config
     plan = plan_training(config, module_units(build_model(config.model), None), 4)
     peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
     assert of_config(*args).peak_bytes == max(peaks)

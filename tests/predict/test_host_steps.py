@@ -144,9 +144,8 @@ def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch
     on_host(monkeypatch, Host(steps=36e9, up=2e6), Free(), Instant())
     prediction = predicted(f"{args} strategy.offload=states,gradients")
     ups = [each.end for each in spans(prediction.simulated, UP)]
-    assert [each.start for each in spans(prediction.simulated, STEPS)][2:] == pytest.approx(
-        ups[:-2]
-    )
+    starts = [each.start for each in spans(prediction.simulated, STEPS)]
+    assert starts[2:] == pytest.approx(ups[:-2])
     assert prediction.seconds == pytest.approx(sum(numel) * 1e-6, rel=1e-3)
 
 

@@ -20,21 +20,21 @@ from tests.predict.test_properties import Free, Instant
 from tests.predict.timeline import COMPUTE, spans
 from tests.train_step import train_step
 
-WORDS = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
-SENT = f"{WORDS} activation_checkpointing.offload=true"
+ON_DEVICE = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
+OFFLOADED = f"{ON_DEVICE} activation_checkpointing.offload=true"
 INPUT = 16 * 32 * 2  # bytes of an input: positions, width, bf16; three of four blocks offload it
 TWO = "accumulation.steps=2 train.global_batch_size=4"
 
 
 def test_copies_that_take_no_time_cost_nothing(monkeypatch):
     on_host(monkeypatch, Host(), Even(), Instant())
-    assert predicted(SENT).seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
+    assert predicted(OFFLOADED).seconds == pytest.approx(predicted(ON_DEVICE).seconds, rel=1e-9)
 
 
 def test_a_device_that_takes_no_time_waits_for_each_input_twice(monkeypatch):
     on_host(monkeypatch, Host(down=INPUT, up=INPUT / 2), Free(), Instant())
     for more, passes in (("", 1), (TWO, 2), ("accumulation.steps=5 train.global_batch_size=10", 5)):
-        prediction = predicted(f"{SENT} {more}")
+        prediction = predicted(f"{OFFLOADED} {more}")
         assert prediction.seconds == pytest.approx(passes * 3 * (1 + 2))
         assert prediction.exposed_communication == pytest.approx(prediction.seconds)
         sent = prediction.simulated.sent_bytes  # of at most three passes
@@ -43,8 +43,8 @@ def test_a_device_that_takes_no_time_waits_for_each_input_twice(monkeypatch):
 
 def test_an_input_returns_while_the_block_after_it_is_recomputed(monkeypatch):
     on_host(monkeypatch, Host(down=INPUT * 1e6, up=INPUT * 1e6), Even(per_operator=1e-3), Instant())
-    prediction = predicted(SENT)
-    assert prediction.seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
+    prediction = predicted(OFFLOADED)
+    assert prediction.seconds == pytest.approx(predicted(ON_DEVICE).seconds, rel=1e-9)
     starts = {each.label: each.start for each in spans(prediction.simulated, COMPUTE)}
     layers = [f"model.layers.{number}" for number in range(4)]
     copies = (spans(prediction.simulated, queue) for queue in (DOWN, UP))
@@ -56,13 +56,15 @@ def test_an_input_returns_while_the_block_after_it_is_recomputed(monkeypatch):
 
 
 def test_a_faster_link_is_never_slower():
-    times = [predicted(f"{SENT} cluster.pcie_bandwidth={rate}").seconds for rate in (0.0005, 1, 50)]
+    times = [
+        predicted(f"{OFFLOADED} cluster.pcie_bandwidth={rate}").seconds for rate in (0.0005, 1, 50)
+    ]
     assert times[0] > 1.2 * times[1] >= 1.2 * times[2]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_rank_copies_the_bytes_that_are_priced(passes):
-    args = f"{SENT} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
+    args = f"{OFFLOADED} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
     args += f" accumulation.steps={passes}"
     config = planned(args).config
     model = make_model(config, torch.device("cpu"), trains=True)

@@ -84,32 +84,26 @@ def test_without_communication_a_step_takes_its_computation(strategy, monkeypatc
     on(monkeypatch, network=Instant())
     prediction = step(f"strategy={strategy}")
     assert prediction.exposed_communication == 0.0
-    assert prediction.seconds == pytest.approx(
-        sum(prediction.simulated.seconds_by_phase.values()), rel=1e-9
-    )
+    parts = prediction.simulated.seconds_by_phase.values()
+    assert prediction.seconds == pytest.approx(sum(parts), rel=1e-9)
 
 
 @ALL
 def test_without_computation_a_step_takes_its_transfers(strategy, monkeypatch):
     on(monkeypatch, Free(), Plain())
     prediction = step(f"strategy={strategy}")
-    assert prediction.seconds == pytest.approx(
-        prediction.simulated.sent_bytes[NODE_LINKS] / 1e9, rel=1e-6
-    )
+    sent = prediction.simulated.sent_bytes[NODE_LINKS]
+    assert prediction.seconds == pytest.approx(sent / 1e9, rel=1e-6)
     assert prediction.seconds == pytest.approx(prediction.exposed_communication, rel=1e-9)
 
 
 @ALL
 def test_more_bandwidth_is_never_slower(strategy):
-    slow, fast = (
-        step(
-            f"strategy={strategy}",
-            f"cluster.inter_bandwidth={rate}",
-            f"cluster.intra_bandwidth={9 * rate}",
-        )
-        for rate in (1, 10)
-    )
-    assert fast.seconds <= slow.seconds
+    def seconds(rate: int) -> float:
+        links = (f"cluster.inter_bandwidth={rate}", f"cluster.intra_bandwidth={9 * rate}")
+        return step(f"strategy={strategy}", *links).seconds
+
+    assert seconds(10) <= seconds(1)
 
 
 @pytest.mark.parametrize(("cluster", "gain"), [("h100", 989 / 2 / 67), ("a100_80", 8), ("t4", 1)])
@@ -118,9 +112,8 @@ def test_tf32_is_faster_in_products_alone(cluster, gain):
     ieee, tf32 = device_of(config), device_of(config.changed({"precision": "tf32"}))
     assert tf32.peak_rates[4] == pytest.approx(gain * ieee.peak_rates[4])
     for name, share in ieee.attention_efficiency.items():
-        assert tf32.attention_efficiency[name] * tf32.peak_rates[4] == pytest.approx(
-            share * ieee.peak_rates[4]
-        )
+        rate = tf32.attention_efficiency[name] * tf32.peak_rates[4]
+        assert rate == pytest.approx(share * ieee.peak_rates[4])
 
 
 @pytest.mark.parametrize(("plain", "narrow"), [

@@ -44,10 +44,10 @@ def error_of(step: Step) -> float:
 
 @pytest.mark.parametrize("step", fast(*PUBLISHED[:2], slow=PUBLISHED[2:]), ids=name_of)
 def test_a_published_step_is_predicted_within_15_percent(step):
-    if step.differs:  # faster or slower by its program, at most 2.5 times
+    if step.differs:  # another program, at most 2.5 times as fast
         assert 0.6 <= 1 + error_of(step) <= 2.5
     else:  # published steps in 4 bits use another format than NF4
-        most = 0.2 if step in BLACKWELL else 0.15  # most of these have experts
+        most = 0.2 if step in BLACKWELL else 0.15  # most models of BLACKWELL have experts
         assert abs(error_of(step)) <= (0.21 if "QLoRA" in step.name else most)
 
 
@@ -62,7 +62,7 @@ def test_full_shard_is_as_much_slower_than_shard_grad_op_as_published(length, me
 
 
 def used_bytes(step: Step) -> int:
-    """Return the estimated bytes that a step takes of its device, at most."""
+    """Return the upper estimate of the bytes that a step takes of its device."""
     prediction = PREDICTOR.estimate(planned(step.settings))
     return prediction.peak_reserved + prediction.outside_allocator.high
 
@@ -101,7 +101,7 @@ def test_at_64k_tokens_the_attention_kernel_determines_the_step_time():
     kernels = ("flash", "flash3", "auto")
     second, third, auto = (predicted(f"{args}{kernel}")[0].seconds for kernel in kernels)
     assert 1.35 <= second / third <= 1.65
-    assert third < auto < second  # cuDNN's
+    assert third < auto < second  # auto: cuDNN's kernel
 
 
 def test_error_bands_are_those_of_the_published_steps():

@@ -48,8 +48,8 @@ def predicted(
 ) -> tuple[int, list[Event], int]:
     """Return the estimated peak of all tensors, the planned events, and the bytes of states.
 
-    States are optimizer states, and all model states in host memory. Inputs of blocks that `model`
-    has in host memory must have the estimated bytes.
+    States are optimizer states, and all model states in host memory. Also check the bytes of the
+    block inputs that `model` offloads to host memory.
     """
     run = make_run_plan(config)
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
@@ -87,7 +87,7 @@ def check(config: Resolved, rank: int, transport: Transport | None = None) -> tu
     model = make_model(config, cpu, trains=True)
     if transport is None:
         enable_context_parallel(cpu, model.collectives.size, config.train.context_parallel)
-    if transport is Transport.NCCL:  # the fake collectives do not add up
+    if transport is Transport.NCCL:  # fake collectives compute no sums
         model._step_check._check = lambda *_: None  # type: ignore[method-assign]
     model.overlap_param_gather = model.host is not None
     optimizer = make_optimizer(config, model)

@@ -19,7 +19,7 @@ class TimelineSpan(NamedTuple):
 class Timeline(StepSimulator):
     """A simulator that keeps the spans of each step."""
 
-    of: dict[int, list[TimelineSpan]] = {}  # by step
+    of_step: dict[int, list[TimelineSpan]] = {}  # by the id of the step
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Timeline(StepSimulator):
         self._begun = {key: at - self._step.seconds for key, at in self._begun.items()}
         self._spans: list[TimelineSpan] = []
         step = super().run(tasks)
-        self.of[id(step)] = self._spans
+        self.of_step[id(step)] = self._spans
         return step
 
     def _compute(self, task: Any) -> None:
@@ -52,4 +52,4 @@ class Timeline(StepSimulator):
 
 def spans(step: SimulatedStep, lane: str | None = None) -> list[TimelineSpan]:
     """Return the spans of a lane in a step; without a lane, of all lanes."""
-    return [each for each in Timeline.of[id(step)] if lane in (None, each.lane)]
+    return [each for each in Timeline.of_step[id(step)] if lane in (None, each.lane)]

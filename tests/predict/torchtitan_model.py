@@ -34,9 +34,9 @@ class _Norm(nn.Module):
         return y.type_as(x) * self.weight
 
 
-def _turned(x: Tensor, turns: Tensor) -> Tensor:
+def _rotate(x: Tensor, rotations: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns.view(1, x.shape[1], 1, -1)).flatten(3).type_as(x)
+    return torch.view_as_real(pairs * rotations.view(1, x.shape[1], 1, -1)).flatten(3).type_as(x)
 
 
 class _Attention(nn.Module):
@@ -49,11 +49,11 @@ class _Attention(nn.Module):
         self.wv = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
         self.wo = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x, turns):
+    def forward(self, x, rotations):
         batch, length, _ = x.shape
         maps = (self.wq, self.wk, self.wv)
         q, k, v = (each(x).view(batch, length, -1, self.head) for each in maps)
-        q, k = _turned(q, turns), _turned(k, turns)
+        q, k = _rotate(q, rotations), _rotate(k, rotations)
         k, v = self._repeated(k), self._repeated(v)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -86,13 +86,13 @@ class _Block(nn.Module):
         self.attention_norm = _Norm(shape.width)
         self.ffn_norm = _Norm(shape.width)
 
-    def forward(self, x, turns):
-        h = x + self.attention(self.attention_norm(x), turns)
+    def forward(self, x, rotations):
+        h = x + self.attention(self.attention_norm(x), rotations)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Titan(nn.Module):
-    """Tokens in, logits out."""
+    """A decoder from tokens to logits."""
 
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Titan(nn.Module):
         self.norm = _Norm(shape.width)
         self.output = nn.Linear(shape.width, shape.vocab, bias=False)
         half = shape.width // shape.heads // 2
-        self.register_buffer("turns", torch.empty(length, half, dtype=torch.complex64))
+        self.register_buffer("rotations", torch.empty(length, half, dtype=torch.complex64))
 
     def get_input_embeddings(self) -> nn.Module:
         embedding: nn.Module = self.tok_embeddings
@@ -115,5 +115,5 @@ class Titan(nn.Module):
     def forward(self, tokens):
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
-            h = layer(h, self.turns)
+            h = layer(h, self.rotations)
         return self.output(self.norm(h))

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Odd sizes: three rows over two ranks, one row, vectors; two places share a parameter."""
+    """A network with a shared parameter and odd sizes: three rows, one row, vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def make_engine(engine: str, ranks_per_replica: int = 1) -> TorchEngineModel:
 
 
 def reference(batches: list[Tensor], lr: float) -> dict[str, Tensor]:
-    """One process, which takes the mean over ranks, steps twice."""
+    """Return the parameters after two steps of one process with the mean over ranks."""
     net = Net()
     for name, param in net.named_parameters():
         draw(name, param.data)

@@ -9,14 +9,14 @@ from types import ModuleType
 
 
 class _AfterTorch:
-    """Finds torch as usual, and installs the devices once it has been imported."""
+    """A finder of torch, which installs the devices once torch has been imported."""
 
     def find_spec(self, name: str, *options: object) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
-        sys.meta_path.insert(0, self)  # to look for torch is not yet to import it
+        sys.meta_path.insert(0, self)  # finding torch does not import it yet
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
