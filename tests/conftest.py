@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-gc.disable()  # while modules are imported, which are all kept
+gc.disable()  # modules stay: collecting during imports would be wasted
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in children
 for _name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):
     os.environ.pop(_name, None)
 os.environ.update(NO_COLOR="1", TERM="dumb", TERMINAL_WIDTH="100", HF_HUB_OFFLINE="1")
 
-# Whoever runs tests in the background may have it ignored, and so would all that they start.
+# A shell may ignore SIGINT for background jobs, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from fsdpctl.chats import template_processes  # noqa: E402  # after the environment
@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    os.environ.pop("FSDPCTL_CACHE", None)  # of a run before, if that of the home cannot be written
+    os.environ.pop("FSDPCTL_CACHE", None)  # an earlier test may have set a fallback
     minutes = item.config.getoption("--minutes")
     if minutes and time.monotonic() - _BEGAN > minutes * 60:
         pytest.skip("the time is used")  # the tests took longer than the ledger says
@@ -80,16 +80,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ledger.Meter())
 
 
-@pytest.hookimpl(trylast=True)  # of those that -m selects
+@pytest.hookimpl(trylast=True)  # of the tests that -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    seen, of = ledger.read(), {each.nodeid: each for each in items}
-    tests, seed = list(of), config.getoption("--order")
+    seen, by_id = ledger.read(), {each.nodeid: each for each in items}
+    tests, seed = list(by_id), config.getoption("--order")
     if minutes := config.getoption("--minutes"):
         drawn = ledger.longest_unseen(tests, seen, minutes * 60)
-        config.hook.pytest_deselected(items=[of[each] for each in tests if each not in drawn])
+        config.hook.pytest_deselected(items=[by_id[each] for each in tests if each not in drawn])
         tests = [each for each in tests if each in drawn]
     if seed is not None:
         tests = ledger.shuffled(tests, seed)
     elif hasattr(config, "workerinput"):
         tests = ledger.longest_first(tests, seen)
-    items[:] = [of[each] for each in tests]
+    items[:] = [by_id[each] for each in tests]

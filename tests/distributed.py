@@ -1,9 +1,9 @@
 """Runs a test body on several ranks of this machine, in a tenth of a second.
 
-They talk by gloo, and if the test asks for that on emulated CUDA devices by NCCL too.
+Ranks communicate with gloo, and with `on_devices` also with NCCL on emulated CUDA devices.
 
-Ranks are forked from a server that has imported torch and never used it: as cheap as a fork of
-pytest itself, which would hang once pytest has used OpenMP.
+They are forked from a server that has imported torch and never used it. That is as fast as forking
+pytest itself, whose children would hang once pytest has used OpenMP.
 """
 
 import faulthandler
@@ -40,7 +40,7 @@ Body = Callable[..., None]
 
 @functools.cache
 def _emulated_server() -> ForkServer:
-    """A second server, whose torch has emulated CUDA devices."""
+    """Start a second server, whose torch has emulated CUDA devices."""
     server = ForkServer()
     server.set_forkserver_preload(_PRELOADED)
     settings = emulated.environment(devices=_DEVICES, lag_us=500)
@@ -137,7 +137,7 @@ def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) 
 
 
 def _raise_first_failure(reports: dict[Connection, int], deadline: float) -> None:
-    """The first rank to fail is the cause; the others fail because of it."""
+    """Raise the first failure, which causes those of other ranks."""
     pending = dict(reports)
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -155,7 +155,7 @@ def _raise_first_failure(reports: dict[Connection, int], deadline: float) -> Non
 
 
 def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
-    """Where each rank hangs."""
+    """Return the stack of each rank."""
     for process in ranks:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)

@@ -42,7 +42,7 @@ VARIABLES = {
     "onednn": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "threads": {"OMP_NUM_THREADS": "3"},
     "zone": {"TZ": "Asia/Kolkata", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
-    "home": {"HOME": "/sys", "XDG_CACHE_HOME": ""},  # root cannot write there either
+    "home": {"HOME": "/sys", "XDG_CACHE_HOME": ""},  # not writable for root either
     "order": {"PYTEST_ADDOPTS": f"--order {datetime.date.today().toordinal()}"},
 }
 _CORES = """import os
@@ -67,7 +67,7 @@ def run(name: str, command: list[str]) -> tuple[int, str]:
         for setting in ENVIRONMENTS[name]:
             environ.update(VARIABLES.get(setting, {}))
             if setting == "path":
-                above = scratch / os.fsdecode("ein ü".encode())  # also where names are ASCII
+                above = scratch / os.fsdecode("ein ü".encode())  # also if the locale is ASCII
                 environ["TMPDIR"], folder = str(above), above / "checkout"
                 shutil.copytree(ROOT, folder, ignore=_NOT_COPIED, symlinks=True)
             elif setting == "64-cores":
@@ -88,7 +88,7 @@ def run(name: str, command: list[str]) -> tuple[int, str]:
 
 
 def _confined(setting: str, args: list[str], stack: ExitStack) -> list[str]:
-    """Confine this process until `stack` closes; return what starts `words` confined."""
+    """Confine this process until `stack` closes; return arguments that start `args` confined."""
     try:
         if setting == "one-core":
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from fsdpctl.models.custom_ops import compiled, fuse_kernels
 
 @contextmanager
 def fused_by(backend: str) -> Iterator[Callable[[], int]]:
-    """Fuse them in a block; yield a function that returns the number of graphs made."""
+    """Fuse kernels in the block; yield a function that returns the number of graphs made."""
     compile_with = torch.compile
 
     def by_backend(function: Any, *, dynamic: bool, options: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ RANK_FILE = "rank-00000.safetensors"
 
 
 def make_checkpoint(folder: Path, *args: str) -> Path:
-    """Write a checkpoint of a tiny model with a tokenizer; `words` are settings of its run."""
+    """Write a checkpoint of a tiny model with a tokenizer; `args` are settings of its run."""
     config = stored_config(compose_config([*TINY_MODEL, *args]).config)
     model = make_model(config, torch.device("cpu"))
     options = CheckpointMetadata(Progress(1), to_settings(config), ByteTokenizer().files())

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_S3CR3T"
-_LARGE, _PAGE = 1 << 16, 2  # bytes from which a file is elsewhere; names of a page
+_LARGE, _PAGE = 1 << 16, 2  # bytes from which a file is stored as a large file; names per page
 
 
 # Changes the headers and the content of an answer to a request: "GET /api/models/…".
@@ -28,7 +28,7 @@ Change = Callable[[str, dict[str, str], bytes], bytes]
 
 @dataclass
 class Hub:
-    """What it serves, and which requests it got."""
+    """The content of a hub, and the requests that it received."""
 
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
     datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Hub:
     drops: str = ""  # requests whose connection is closed: the beginning of "PUT /lfs/…"
 
     def fetched(self) -> set[str]:
-        """Return the names of the files whose content was asked for."""
+        """Return the names of the files whose content was requested."""
         return {each.split(" ")[1] for each in self.requests if each.startswith("BODY ")}
 
 
 @contextmanager
 def serving(hub: Hub, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Serve it as the Hub of this process, whose cache is an empty directory in `folder`."""
+    """Serve `hub` as the Hub of this process, with an empty cache directory in `folder`."""
 
     class Handler(_Handler):
         served = hub
@@ -139,16 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, json.dumps(self._written("/".join(self.path.split("/")[3:5]), body)))
 
     def _written(self, name: str, body: bytes) -> dict[str, Any]:
-        """Answer a question about files to upload, or commit them."""
+        """Return how to upload files, or commit them."""
         hub = self.served
         if "/preupload/" in self.path:
             request = json.loads(body)["files"]
-            kinds = [
-                (each["path"], "lfs" if each["size"] >= _LARGE else "regular") for each in request
-            ]
-            return {
-                "files": [{"path": a, "uploadMode": b, "shouldIgnore": False} for a, b in kinds]
-            }
+            modes = [(x["path"], "lfs" if x["size"] >= _LARGE else "regular") for x in request]
+            files = [{"path": a, "uploadMode": b, "shouldIgnore": False} for a, b in modes]
+            return {"files": files}
         if self.path.endswith("/objects/batch"):
             objects = [each["oid"] for each in json.loads(body)["objects"]]
             url = f"{hub.url}/lfs/"
@@ -157,20 +154,20 @@ class _Handler(BaseHTTPRequestHandler):
                  {"upload": {"href": f"{url}{x}?X-Amz-Signature=S3CR3T", "header": {}}}})
                 for x in objects
             ]}  # fmt: skip
-        files = dict(hub.models[name])
+        content = dict(hub.models[name])
         for line in map(json.loads, body.splitlines()):
             value, path = line["value"], line["value"].get("path", "")
             if line["key"] == "file":
-                files[path] = base64.b64decode(value["content"])
+                content[path] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                files[path] = hub.stored[value["oid"]]
+                content[path] = hub.stored[value["oid"]]
             elif line["key"] == "deletedFile":
-                del files[path]
-        hub.models[name] = files
+                del content[path]
+        hub.models[name] = content
         return {"commitUrl": f"{hub.url}/{name}/commit/{SHA}", "commitOid": SHA}
 
     def _page(self, files: dict[str, bytes], folder: str, query: dict[str, list[str]]) -> None:
-        """Answer with a page of the files below a folder, or of what is directly in it."""
+        """Answer with a page of the files below a folder, or of the entries in it."""
         inside = {each: "file" for each in files if each.startswith(folder)}
         if query["recursive"] != ["true"]:
             deep = [each.removeprefix(folder).partition("/") for each in inside]
@@ -196,9 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{other}/cdn/{kind}/{repo}/{name}?X-Amz-Signature=S3CR3T"
         return self._answer(302, b"", {**options, "Location": url})
 
-    def _body(
-        self, name: str, files: dict[str, bytes], options: dict[str, str] | None = None
-    ) -> None:
+    def _body(self, name: str, files: dict[str, bytes], more: dict[str, str] | None = None) -> None:
         content = files[name]
         span = self.headers.get("Range", "")
         first = int(span.removeprefix("bytes=").rstrip("-")) if span else 0
@@ -207,18 +202,14 @@ class _Handler(BaseHTTPRequestHandler):
         rest = content[first:]
         is_cut = len(content) >= _LARGE and self.served.cuts > 0 and self.command == "GET"
         self.served.cuts -= is_cut
-        headers = (
-            {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if span else {}
-        )
-        self._answer(206 if span else 200, rest, {**(options or {}), **headers}, is_cut=is_cut)
+        part = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if span else {}
+        self._answer(206 if span else 200, rest, {**(more or {}), **part}, is_cut=is_cut)
 
     def _answer(
         self, status: int, content: bytes | str, options: dict[str, str] | None = None, is_cut=False
     ) -> None:
-        body, options = (
-            content.encode() if isinstance(content, str) else content,
-            dict(options or {}),
-        )
+        body = content.encode() if isinstance(content, str) else content
+        options = dict(options or {})
         if self.served.change:
             body = self.served.change(f"{self.command} {self.path}", options, body)
         self.send_response(status)

@@ -2,8 +2,7 @@
 
     python -m tests.language [PATH …]
 
-CONTRIBUTING.md has the rules and what to write instead. Code, fenced blocks and quoted identifiers
-are not read.
+CONTRIBUTING.md has the rules. Code, fenced blocks and quoted identifiers are not read.
 """
 
 import ast
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-# By what is found: documents, messages, docstrings, comments, and comments of YAML.
+# By kind of text: documents, messages, docstrings, comments, and comments of YAML.
 EVERYWHERE = [
     r"\bfores(?:ee|een|ees|eeing|ight)\b",
     r"\b(?:is|are|was|were|be|been) (?:also |then )?(?:said|told)\b",
@@ -53,7 +52,7 @@ IN_DOCSTRINGS = [
     r"^(?:Of|What|Those|That|As|Who|Where)\b", r"\bSee that\b", r"Raises: \w+: (?-i:[a-z])",
 ]  # fmt: skip
 IN_COMMENTS = [r"^# (?:[Oo]f|by|[Ii]ts|[Ww]hose|[Ww]hich|[Tt]hose)\b"]
-ALLOWED = {("docs/architecture.md", r"What")}  # its table has questions
+ALLOWED = {("docs/architecture.md", r"What")}  # headings of its table are questions
 _CODE = re.compile(r"`[^`]*`|https?://\S+")
 
 

@@ -1,8 +1,8 @@
-"""When slow tests last passed and what fast ones cost: which tests run, and in which order.
+"""Selects and orders tests by when slow tests last passed and what fast ones cost.
 
-`ledger.json` has a line per test. That of a slow test is the day on which it last passed, and its
-seconds. Slow runs write it as they go, and whoever runs them commits it. That of a fast test is its
-CPU seconds without a day, if they are many: `pytest --record` writes it.
+`ledger.json` has a line per test. The line of a slow test has the day on which it last passed and
+its seconds. Slow runs write it; commit it after them. The line of a fast test has its CPU
+seconds without a day, if they are many: `pytest --record` writes it.
 `python -m tests.ledger` marks the tests slow whose CPU seconds are too many for the fast suite.
 """
 
@@ -24,7 +24,7 @@ _UNSEEN = ("", 10.0)  # a new test has a usual one's seconds
 _EVERY = 20  # passed tests between two writes
 _MANY, _TOO_MANY = 0.3, 1.5  # CPU seconds of a fast test
 _FEW = 0.02  # of a test without a line
-# Functions that stay fast, since no other fast test holds their promise, or imports are their cost.
+# Functions that stay fast: no other fast test checks the same, or imports are their cost.
 _KEPT = {
     "tests/commands/test_run.py::test_a_run_leaves_what_it_promises",
     "tests/config/test_compose.py::test_every_option_composes_and_has_a_description",
@@ -52,7 +52,7 @@ Ledger = dict[str, tuple[str, float]]  # by a test's identifier: the day, and se
 
 
 class Meter:
-    """Adds to each test's report the CPU seconds of this process and of all that it started."""
+    """Adds the CPU seconds of this process and its descendants to the report of each test."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -69,7 +69,7 @@ class Meter:
 
 
 class Recorder:
-    """Writes what passed, in the process that has started the others."""
+    """Writes the tests that passed to the ledger, in the main process of pytest."""
 
     def __init__(self, path: Path = LEDGER) -> None:
         self._path = path
@@ -95,7 +95,7 @@ class Recorder:
 
 
 def _cpu_seconds() -> float:
-    """Sum those of this process, its descendants, and the processes that they have waited for."""
+    """Sum CPU seconds of this process, its descendants, and processes that they have waited for."""
     total = 0.0
     for process in (here := psutil.Process(), *here.children(recursive=True)):
         with suppress(psutil.Error):  # it has just ended, and its parent counts it
@@ -116,9 +116,9 @@ def write(ledger: Ledger, path: Path = LEDGER) -> None:
 
 
 def longest_unseen(tests: Sequence[str], ledger: Ledger, seconds: float) -> set[str]:
-    """Return those that passed longest ago, as many as take `seconds` together.
+    """Return the tests that passed longest ago, as many as take `seconds` together.
 
-    Those of one day are mixed, the same ones for the same ledger.
+    Tests of the same day are in an order that their names determine.
     """
     drawn: set[str] = set()
     by_day = sorted(tests, key=lambda each: (ledger.get(each, _UNSEEN)[0], crc32(each.encode())))

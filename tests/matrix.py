@@ -11,8 +11,8 @@ import pytest
 def matrix(**factors: Sequence[object]) -> pytest.MarkDecorator:
     """Parametrize over the product of `factors`.
 
-    A Latin square of it is fast: every combination of all factors but the last is there once, and
-    the last one goes round. The others are marked slow.
+    A Latin square of it is fast: every combination of the other factors has one value of the last
+    factor, and these values take turns. The other cases are marked slow.
     """
     names = list(factors)
     indices = product(*(range(len(values)) for values in factors.values()))
@@ -26,7 +26,7 @@ def matrix(**factors: Sequence[object]) -> pytest.MarkDecorator:
 
 
 def fast(*chosen: object, slow: Sequence[object]) -> list[Any]:
-    """Values of a parameter, of which some are for the slow suite."""
+    """Return the values of a parameter; those of `slow` are marked slow."""
     return [*chosen, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
 
 
@@ -37,7 +37,7 @@ HALF = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slo
 
 
 def half_of(drawn_from: Sequence[tuple[Any, ...]], half: int) -> list[tuple[Any, ...]]:
-    """Half of some cases, drawn so that every value of every factor is in the first half."""
+    """Return a half of the cases, drawn so that the first half has every value of every factor."""
     values = list(map(set, zip(*drawn_from, strict=True)))
     for seed in count():
         order = random.Random(seed).sample(drawn_from, len(drawn_from))
@@ -47,28 +47,25 @@ def half_of(drawn_from: Sequence[tuple[Any, ...]], half: int) -> list[tuple[Any,
 
 
 def cases(*factors: Sequence[Any], whole: bool) -> list[tuple[Any, ...]]:
-    """The product of `factors`, or a few of it in which every two values meet.
+    """Return the product of `factors`, or a few cases that have every pair of two values.
 
-    For matrices that a test goes through itself, because starting ranks takes longer than a case.
+    For a test that loops over its matrix, because starting ranks takes longer than a case.
     """
-    places = list(product(*(range(len(values)) for values in factors)))
-    chosen = places if whole else _covering(places)
-    return [
-        tuple(values[index] for values, index in zip(factors, column, strict=True))
-        for column in chosen
-    ]
+    columns = list(product(*(range(len(values)) for values in factors)))
+    chosen = columns if whole else _covering(columns)
+    return [tuple(values[n] for values, n in zip(factors, row, strict=True)) for row in chosen]
 
 
-def _covering(places: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Greedily, the earliest of those places that bring most new pairs."""
+def _covering(columns: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Select cases greedily: always the earliest one that adds the most new pairs."""
     pairs = {
         column: {(a, column[a], b, column[b]) for a, b in combinations(range(len(column)), 2)}
-        for column in places
+        for column in columns
     }
     chosen = []
     most = max(map(len, pairs.values()))
     while most:
-        for column in places:
+        for column in columns:
             new = pairs[column]
             if len(new) == most:
                 chosen.append(column)

@@ -1,4 +1,4 @@
-"""The operators that a block of code computes."""
+"""Counts the operators that a block of code calls."""
 
 from collections import Counter
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from has imported already: what most of them use."""
+"""Imports of the server that ranks are forked from: modules that most ranks use."""
 
 import gc
 from importlib import import_module
@@ -18,5 +18,5 @@ for _name in (
     import_module(_name)
 # Imports Hydra's plugins and fills the caches of its parser.
 import_module("fsdpctl.config.compose").compose_config([])
-gc.freeze()  # so that a rank's collections neither visit nor copy what it shares with the server
+gc.freeze()  # so that garbage collection in ranks does not copy pages shared with the server
 gc.enable()

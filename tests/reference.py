@@ -1,4 +1,4 @@
-"""One process that does what all ranks together should do, without any sharding.
+"""Trains in one process, without sharding, as all ranks together should.
 
 Each rank's micro-batches are run separately and their gradients summed per rank; the ranks' sums
 are added in rank order and multiplied by 1/W; then torch's own AdamW steps. Its parameters are
@@ -47,7 +47,7 @@ class PaddedAdamW:
 
 
 def _decays(name: str, param: Tensor) -> bool:
-    """Whether a parameter is neither a vector nor several: biases of experts, rates of Mamba."""
+    """Whether weight decay applies: not to vectors or stacked ones (expert biases, Mamba rates)."""
     *owners, last = name.split(".")
     is_elementwise = any(arg in last for arg in ("bias", "scale", "gamma", "A_log"))
     may_be_row = last != "weight" or param.ndim > 2  # such as a token; not a linear layer's weight
@@ -68,15 +68,13 @@ def train_reference(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Train `module` in this process and return its state.
 
-    Losses of several micro-batches are divided by their number, or with `divides_after` the
-    reduced gradients are, as where the number is not known beforehand.
+    The losses of several micro-batches are divided by their number. With `divides_after` the
+    reduced gradients are divided instead, as if the number is not known beforehand.
     """
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(params, lr, WEIGHT_DECAY)
     for of_ranks in batches:
-        totals = _summed_gradients(
-            module, params, loss_of, of_ranks, divides_losses=not divides_after
-        )
+        totals = _summed_gradients(module, params, loss_of, of_ranks, not divides_after)
         if divides_after:
             totals = {name: total * (1 / len(of_ranks[0])) for name, total in totals.items()}
         if max_norm:
@@ -87,7 +85,7 @@ def train_reference(
 
 def _summed_gradients(
     module: nn.Module, params: dict[str, nn.Parameter], loss_of: Loss,
-    of_ranks: Sequence[Sequence[Tensor]], *, divides_losses: bool,
+    of_ranks: Sequence[Sequence[Tensor]], divides_losses: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     totals: dict[str, Tensor] = {}
     for micro_batches in of_ranks:

@@ -1,6 +1,6 @@
-"""The layers drawn in docs/architecture.md, and the limits of CONTRIBUTING.md, held by the suite.
+"""The layers of docs/architecture.md and the limits of CONTRIBUTING.md.
 
-Every rule is a function from sources to complaints, so that it can be shown to find a fault.
+Every rule is a function from sources to complaints, so that tests can show that it detects faults.
 """
 
 import ast
@@ -43,7 +43,7 @@ TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.reader",
     "fsdpctl.run.progress",
 ]
-# Commands import torch after what they refuse without it, but for these modules.
+# Commands reject invalid input before they import torch, except in these modules.
 COMMANDS_WITH_TORCH = tuple(
     f"fsdpctl.commands.{name}"
     for name in ("compare.", "charts", "estimate_report", "estimate_work", "evaluate", "sample")
@@ -53,7 +53,7 @@ SPEAKS_DISTRIBUTED = {"comm", "launch", "torch_engines"}
 EXCEPTIONS = {("fsdpctl.training.worker", "torch.distributed.elastic.multiprocessing.errors")}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 400, 40, 7
 MAX_OPTIONS = 8  # of a command, which are typed by name; `settings` is an argument
-MAX_ROOM = 0.10  # of the package
+MAX_PACKAGE = 0.10  # of the package
 
 Sources = Mapping[str, str]  # dotted module name -> source
 
@@ -75,7 +75,7 @@ def parsed(source: str) -> ast.Module:
 
 @functools.cache
 def imports(source: str, *, runs: bool = False) -> set[str]:
-    """Modules and names that a source imports; with `runs`, without those for types alone."""
+    """Return imported modules and names; with `runs`, without imports for types only."""
     tree = parsed(source)
     result: set[str] = set()
     for node in _running(tree) if runs else ast.walk(tree):
@@ -118,9 +118,9 @@ def unplaced(sources: Sources) -> list[str]:
 
 
 def cycles(sources: Sources) -> list[str]:
-    """Modules that import one another, in functions too; an import for types alone is none.
+    """Return modules that import one another, in functions too, except for types only.
 
-    The package itself is no part: it only names what others define.
+    `fsdpctl` itself is left out: it only re-exports names.
     """
     graph = {
         module: {name for name in imports(source, runs=True) if name in sources} - {module, NAMES}
@@ -140,7 +140,7 @@ def too_long(sources: Sources) -> list[str]:
             results.append(f"{module}: {len(source.splitlines())} lines")
         for node in ast.walk(parsed(source)):
             if isinstance(node, ast.FunctionDef):
-                # The docstring is for the reader of the signature, not of the body.
+                # A docstring does not count as part of the body.
                 first = node.body[0]
                 documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
                 begin = (first.end_lineno or 0) if documented else node.lineno - 1
@@ -169,19 +169,19 @@ def distributed_elsewhere(sources: Sources) -> list[str]:
     ]
 
 
-def large_rooms(sources: Sources) -> list[str]:
-    """Packages that have more of all lines than a reader should find in one place."""
+def large_packages(sources: Sources) -> list[str]:
+    """Return the packages that have too many of all lines."""
     sizes: Counter[str] = Counter()
     for module, source in sources.items():
         sizes[layer_of(module) or ""] += len(source.splitlines())
     return [
         f"{name}: {size / sizes.total():.1%} of the lines"
         for name, size in sizes.items()
-        if size > MAX_ROOM * sizes.total()
+        if size > MAX_PACKAGE * sizes.total()
     ]
 
 
-RULES = [large_rooms, wrong_directions, unplaced, cycles, too_long, distributed_elsewhere]
+RULES = [large_packages, wrong_directions, unplaced, cycles, too_long, distributed_elsewhere]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -195,7 +195,7 @@ PLANTED = [
     (wrong_directions, {"fsdpctl.plan.layout": "from .units import UnitSpec"}),
     (wrong_directions, {"fsdpctl.comm.collectives": "def f():\n    import fsdpctl.engine.unit"}),
     (unplaced, {"fsdpctl.utils.misc": ""}),
-    (large_rooms, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.comm.flat_shard": "x = 1\n" * 84}),
+    (large_packages, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.comm.flat_shard": "x = 1\n" * 84}),
     (
         cycles,
         {
@@ -238,7 +238,7 @@ def test_the_command_line_and_the_plan_import_no_torch():
 
 
 def test_an_import_of_torch_would_be_noticed():
-    assert imports_torch("sys.modules['torch'] = sys")  # as an import does, in less time
+    assert imports_torch("sys.modules['torch'] = sys")  # like an import, but faster
 
 
 def test_the_page_draws_the_layers():

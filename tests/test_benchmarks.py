@@ -1,4 +1,4 @@
-"""The benchmarks run, and say what they are about; what they measure is not tested."""
+"""The benchmarks run and describe themselves; their measurements are not tested."""
 
 import json
 import subprocess
@@ -81,13 +81,12 @@ def test_engines_that_are_compared_compute_the_same(name: str, groups: int) -> N
         pairs = [(ours, theirs) for ours, theirs in PAIRS.items() if ours in losses]
         assert len(pairs) == 2 * groups
         for ours, theirs in pairs:
-            if (
-                theirs.startswith("fsdp2") or each["dtype"] == "fp32"
-            ):  # DDP autocasts, which rounds elsewhere
+            # Autocast, which DDP uses, rounds at other operations.
+            if theirs.startswith("fsdp2") or each["dtype"] == "fp32":
                 assert losses[ours] == pytest.approx(losses[theirs], rel=1e-5)
 
 
-def _words_of(page: str) -> str:
+def _text_of(page: str) -> str:
     return " ".join((Path(measured.__file__).parent / f"{page}.md").read_text().split())
 
 
@@ -96,7 +95,7 @@ def test_a_rank_grows_from_step_200_to_5000_by_at_most_what_the_pages_say() -> N
     assert (first["step"], later[-1]["step"]) == (200, 5000)
     assert max(each["over_first"] for each in later) <= 1.02
     for page in ("long-runs", "method/evidence"):
-        assert "grows by at most 2% in 5,000 steps" in _words_of(page)
+        assert "grows by at most 2% in 5,000 steps" in _text_of(page)
 
 
 def test_registered_predictions_are_of_thirty_public_recipes_with_a_commit_and_a_day() -> None:
@@ -122,7 +121,7 @@ def test_compressed_states_learn_as_much_as_float32_within_the_spread_of_the_see
         assert len(expected) >= 5
         for each in compressed:
             assert abs(mean(each[kind]) - mean(expected)) <= stdev(expected), each["name"]
-    # A loss would show, in training; validation depends more on the seed.
+    # Lost quality would show in training; validation depends more on the seed.
     base_losses, lost = base["train_losses"], lossy["train_losses"]
     assert mean(lost) - mean(base_losses) > stdev(base_losses)
 

@@ -92,7 +92,7 @@ def test_the_estimates_in_recipes_are_up_to_date(recipe):
 
 @pytest.mark.slow
 def test_every_recipe_passes_a_dry_run(tmp_path, monkeypatch):
-    """Use CPU ranks: a dry run needs no device of the recipe's cluster, and no memory of it."""
+    """The dry runs use CPU ranks, which need neither the devices nor the memory of the cluster."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shakespeare.txt").write_text("to be or not to be, that is the question\n" * 3000)
     folder = make_hugging_face(make_checkpoint(tmp_path / "step-00000001"), tmp_path / "hf")
@@ -120,7 +120,7 @@ def test_the_pictures_are_up_to_date(tmp_path):
     draw(tmp_path / "new.png")
     drawn, committed = imread(tmp_path / "new.png"), imread(PICTURE)
     assert drawn.shape == committed.shape
-    assert abs(drawn - committed).mean() < 1e-4, "run `make docs`"  # less than the edge of an area
+    assert abs(drawn - committed).mean() < 1e-4, "run `make docs`"  # the border of an area has more
     draw_simulation(tmp_path / "new.svg")
     assert (tmp_path / "new.svg").read_text() == SIMULATION.read_text(), "run `make docs`"
 
@@ -186,9 +186,8 @@ def test_the_readme_is_short_and_the_index_names_every_page():
 
 def test_every_setting_can_be_linked():
     text = (ROOT / "docs" / "settings.md").read_text()
-    assert set(re.findall(r'<a id="([^"]+)">', text)) == {
-        n for n, k in KEYS.items() if not k.user_key
-    }
+    anchors = {*re.findall(r'<a id="([^"]+)">', text)}
+    assert anchors == {n for n, k in KEYS.items() if not k.user_key}
     assert set(re.findall(r"^## (.*)$", text, re.MULTILINE)) == set(SECTIONS)
 
 

@@ -22,9 +22,7 @@ def test_each_setting_is_in_at_least_two_of_ten_environments():
     ("mkl-onednn", "os.cpu_count(), len(os.sched_getaffinity(0))", "64 64"),
     ("one-cpu", "os.getcwdb()[-15:], os.path.expanduser('~')", r"b'ein \xc3\xbc/checkout' /sys"),
 ])  # fmt: skip
-def test_a_command_runs_in_an_environment_and_returns_its_exit_code(
-    capfdbinary, name, expression, expected
-):
+def test_a_command_in_an_environment_returns_its_exit_code(capfdbinary, name, expression, expected):
     before = os.sched_getaffinity(0)
     code = f"import os, sys; print({expression}); sys.exit(3)"
     assert (main([name, "--", sys.executable, "-c", code]), os.sched_getaffinity(0)) == (3, before)

@@ -20,11 +20,7 @@ def meanings(sources: Mapping[str, str]) -> dict[str, list[str]]:
         for node in ast.parse(source).body:
             for name, meaning in _defined(node):
                 defined[name][module] = meaning or module
-    return {
-        name: sorted(by_module)
-        for name, by_module in defined.items()
-        if len({*by_module.values()}) > 1
-    }
+    return {name: sorted(values) for name, values in defined.items() if len({*values.values()}) > 1}
 
 
 def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The package as a stranger gets it: installed where nothing of this checkout is imported."""
+"""The package as users install it: nothing of this checkout is imported."""
 
 import re
 import shutil
@@ -42,12 +42,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """An environment with pip and the requirements of fsdpctl: those of no extra."""
+    """An environment with pip and the requirements of fsdpctl without extras."""
     venv.create(tmp_path / "bare", with_pip=True)
     (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
     names = ["fsdpctl", "hatchling"]
-    for name in names:  # and of those that are added
-        with suppress(PackageNotFoundError):  # for other systems
+    for name in names:  # and the requirements of these
+        with suppress(PackageNotFoundError):  # for other operating systems
             needed = map(Requirement, distribution(name).requires or ())
             wanted = {each.name for each in needed if not each.marker or each.marker.evaluate()}
             names += wanted - {*names}

@@ -1,4 +1,4 @@
-"""A step as the trainer does it, on random tokens."""
+"""Runs a step like that of the trainer, on random tokens."""
 
 from contextlib import nullcontext
 
@@ -18,7 +18,7 @@ def train_step(
     config: Config, model: ShardedModel, optimizer: Optimizer,
     device: torch.device = torch.device("cpu"),
 ) -> None:  # fmt: skip
-    """All micro-batches of a step, the record, and the optimizer."""
+    """Run all micro-batches of a step, record it, and step the optimizer."""
     chunk = make_run_plan(stored_config(config)).config.train.loss_chunk_tokens or 0
     steps, samples = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
@@ -45,7 +45,7 @@ def train_step(
 
 
 def _documents(config: Config, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
-    """Of unlike lengths, three in each row, where there are any; one in rows that ranks share."""
+    """Return documents of different lengths: three per row, or one in rows that ranks share."""
     rows, length = shape
     if not config.data.masks_documents:
         return ((length,),) * rows if config.train.context_parallel > 1 else ()

@@ -1,7 +1,7 @@
 """Tests versions of libraries: `python -m tests.versions lowest|newest|of-today [torch==X …]`.
 
-`lowest` installs what pyproject.toml permits at least, `newest` what the index has, into an
-environment of their own, and `of-today` alternates by the day. Requirements that follow replace
+`lowest` installs the lowest versions that pyproject.toml permits and `newest` the newest of the
+index, in a new environment; `of-today` alternates by the day. Requirements that follow replace
 those of pyproject.toml. If the index lacks a package, a line says so, and no test runs.
 """
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 _EXTRAS = ("gguf", "parquet", "tensorboard", "dev")
 _NOT_USED = ("mypy", "ruff", "types-")
 _BOUND = re.compile(r">=([\w.]+).*")
-# They train, resume, export and estimate by the command line, and use the libraries.
+# These tests train, resume, export and estimate by the command line, and use the libraries.
 _RUNS = ["another_length_and_strategy_resume", "commands_on_its_checkpoint"]
 _TESTS = [
     "tests/io", "tests/config", "tests/chats/test_files.py", "tests/data/test_tokenizer.py",
@@ -55,15 +55,11 @@ def main(which: str, *constraint: str) -> int:
         print(f"versions: {which}:", *listed(python), flush=True)
         # Older versions have warnings of their own.
         test = [python, "-m", "pytest", "-q", "-o", "filterwarnings=default", "-n", "2"]
-        options = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{folder}/bin:{os.environ['PATH']}",
-        }
+        path = f"{folder}/bin:{os.environ['PATH']}"
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
         runs = ["-m", "slow", "tests/commands/test_run.py", "-k", " or ".join(_RUNS)]
         codes = [
-            subprocess.run([*test, *more], cwd=ROOT, env=options).returncode
-            for more in (runs, _TESTS)
+            subprocess.run([*test, *more], cwd=ROOT, env=env).returncode for more in (runs, _TESTS)
         ]
     return max(codes)
 

@@ -1,4 +1,4 @@
-"""Runs the command line as a person would: as a process."""
+"""Runs `fsdpctl` as a process, as a user does."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TINY = [
 
 
 def invoke(*args: str) -> tuple[int, str]:
-    """In this process: the exit code, and what was printed or the one line that it fails with."""
+    """Run a command in this process; return its exit code, and its output or its error."""
     result = CliRunner().invoke(app, list(args))
     if isinstance(result.exception, FsdpctlError):
         return result.exception.exit_code, str(result.exception)
@@ -33,7 +33,7 @@ def command(*args: str) -> list[str]:
 
 
 def fsdpctl(*args: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run to the end, with standard output and error as text."""
+    """Run a command to its end, with standard output and error as text."""
     return subprocess.run(
         command(*args), cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
     )
@@ -46,14 +46,14 @@ def environment() -> dict[str, str]:
 
 
 def make_text(folder: Path) -> Path:
-    """A file with enough words to train on for a moment."""
+    """Write a text file that is long enough for a short run."""
     file = folder / "words.txt"
     file.write_text("".join(f"line {n} is {n * n % 97} and {n % 7}\n" for n in range(900)))
     return file
 
 
 def run_args(folder: Path, steps: int, *more: str) -> list[str]:
-    """Settings of a short run; the last of those with one name counts."""
+    """Return the settings of a short run; the last of several with one name counts."""
     settings = [
         *TINY,
         f"data.path={make_text(folder)}",
@@ -65,7 +65,7 @@ def run_args(folder: Path, steps: int, *more: str) -> list[str]:
 
 
 def figures(run_dir: Path) -> list[tuple[int, float | None, float | None]]:
-    """Step, loss and validation loss of every line that has one."""
+    """Return step, loss and validation loss of every line that has a loss."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     results = [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
     return [each for each in results if each[1:] != (None, None)]

@@ -1,4 +1,4 @@
-"""`auto` in every command: the selection, and what a run keeps of it."""
+"""`auto` in every command: the selected values, and those that a run stores."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_every_command_selects_the_same(tmp_path):
     chosen = dict(arg.split("=") for arg in selected(text).split())
     assert tuple(chosen) == NAMES
     code, text = invoke("estimate-memory", *args, "--json")
-    content = json.loads(text[text.index("{") :])  # behind a note on a machine of one core
+    content = json.loads(text[text.index("{") :])  # a note precedes it if there is one core
     text = " ".join(f"{k}={v}" for k, v in chosen.items())
     assert content["selected"]["ranked"][0]["settings"] == text
     assert (content["strategy"], content["verdict"]) == (chosen["strategy"], "fits")
@@ -64,7 +64,7 @@ def test_the_other_settings_are_selected_for_each_strategy():
     assert f"full_shard: {args['full_shard'].split()[0]}" in text
     kinds = {each.split()[0].partition("=")[2] for each in args.values()}
     for line in (each for each in text.splitlines() if each.startswith("step ")):
-        assert all(kind in line for kind in kinds)  # the heading has what any strategy has
+        assert all(kind in line for kind in kinds)  # the heading has the values of all strategies
 
 
 @pytest.mark.slow
@@ -111,11 +111,9 @@ def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
-    settings = [
-        w for w in auto_args(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))
-    ]
+    args = [w for w in auto_args(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))]
     auto = ["strategy=auto,no_shard", "train.micro_batch_size=auto", "--json"]
-    result = fsdpctl("compare", *settings, *auto, "--steps", "4", cwd=tmp_path, timeout=300)
+    result = fsdpctl("compare", *args, *auto, "--steps", "4", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)
     strategies = {row["varied"]["strategy"]: row["strategy"] for row in rows}

@@ -1,4 +1,4 @@
-"""Models and checkpoints in and out, as typed."""
+"""Import of models and export of checkpoints by the command line."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ RUN = ["train.seq_len=16", "train.global_batch_size=8", "train.steps=6", "checkp
 
 
 def train(folder: Path, name: str, *args: str, code: int = 0) -> str:
-    """What the run says, on both streams."""
+    """Train, and return standard output and error."""
     fixed = [*RUN, f"data.path={make_text(folder)}", f"train.run_dir={name}"]
     typed = {arg.partition("=")[0]: arg for arg in [*fixed, *args]}
     result = fsdpctl("train", *typed.values(), cwd=folder)
@@ -48,7 +48,7 @@ def give_tokenizer(folder: Path, text: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained model with its tokenizer, and a run that went on from it."""
+    """A directory with a pretrained model, its tokenizer, and a run that continued its training."""
     folder = tmp_path_factory.mktemp("trained")
     save_model("qwen2", folder / "in")
     give_tokenizer(folder / "in", make_text(folder))
@@ -133,18 +133,18 @@ def test_shard_and_consolidate_keep_every_byte(trained, tmp_path):
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be damaged."""
+    """A copy of the run, which a test may damage."""
     shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 
 
 def resume(run: Path, trained: Path, code: int = 0) -> str:
-    """Two more steps."""
+    """Resume the run for two more steps."""
     args = ["model=hf", f"model.path={trained / 'in'}", f"data.path={trained / 'words.txt'}"]
     return train(run.parent, "run", *args, "train.steps=8", code=code)
 
 
-def flip(file: Path, key: str) -> None:
+def corrupt(file: Path, key: str) -> None:
     opened = open_tensor_file(file)
     content = bytearray(file.read_bytes())
     content[opened.data_start + opened.entries[key].start] ^= 1
@@ -154,7 +154,7 @@ def flip(file: Path, key: str) -> None:
 @pytest.mark.slow
 def test_a_run_with_a_corrupted_newest_checkpoint_names_it_and_the_next_step(run, trained):
     newest = run / "checkpoints" / "step-00000006"
-    flip(newest / "rank-00001.safetensors", "model/lm_head.weight")
+    corrupt(newest / "rank-00001.safetensors", "model/lm_head.weight")
     metrics = (run / "metrics.jsonl").read_bytes()
     out = resume(run, trained, code=4)
     assert (run / "metrics.jsonl").read_bytes() == metrics

@@ -20,7 +20,7 @@ from fsdpctl.config.options import options_of
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text
-from tests.commands.test_interruptions import heard, ranks_of, wait_for
+from tests.commands.test_interruptions import ranks_of, reset_signals, wait_for
 from tests.run.runs import step_line, write_lines
 
 
@@ -147,9 +147,7 @@ def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("recipe", "noted"), [("", ()), ("cluster: h100\n", ()), ("", ("why",))])
-def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
-    tmp_path, monkeypatch, recipe, noted
-):
+def test_the_kernel_of_train_is_measured_and_notes_pass(tmp_path, monkeypatch, recipe, noted):
     ran, messages = [], list[str]()
 
     def run(seen, config, *_):
@@ -160,7 +158,7 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
     monkeypatch.setattr(results, "run_briefly", run)
     monkeypatch.setattr(results, "note", lambda *lines: messages.extend(lines))
     monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, is_here: "math")
-    # As for a family that keeps the attention of transformers.
+    # As for a family that computes attention with transformers.
     monkeypatch.setattr("fsdpctl.resolve.prepare.adapt_to_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
     args = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
@@ -212,7 +210,7 @@ def test_all_strategies_have_equal_losses_and_every_value_is_of_the_metrics(tmp_
         file = tmp_path / "kept" / row["run_dir"] / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         steps = [line for line in lines if "loss" in line]
-        timed = steps[2:]  # the first quarter warms up
+        timed = steps[2:]  # the first quarter is warm-up
         assert [line["step"] for line in steps] == list(range(1, 9))
         assert row["tokens_per_second"] == median(e["tokens_per_second"] for e in timed)
         assert row["step_seconds"] == median(line["seconds"] for line in timed)
@@ -257,7 +255,7 @@ def test_an_interrupted_comparison_reports_its_results_and_leaves_no_rank(tmp_pa
     more = ["--steps", "60", "--out", "kept"]
     process = subprocess.Popen(
         command("compare", *args, *more), cwd=tmp_path, text=True, env=environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=reset_signals,
     )  # fmt: skip
     file = tmp_path / "kept" / "runs" / "02" / "metrics.jsonl"
     wait_for(lambda: file.is_file() and '"step": 3,' in file.read_text())
@@ -288,7 +286,7 @@ def test_recomputation_and_compilation_do_not_change_losses(tmp_path):
 
 @pytest.mark.slow
 def test_bf16_follows_fp32_on_the_default_model(tmp_path):
-    """Within 0.02 nats at each of 20 steps."""
+    """Each of 20 losses differs by at most 0.02 nats."""
     losses = {}
     for precision in ("fp32", "bf16"):
         args = [f"precision={precision}", "train.steps=20", "train.sample_tokens=0"]

@@ -35,7 +35,7 @@ def twin(run):
      ["loss from step 2 on (0.5 and 0.5001)"]),
     ([step_line(5, loss=None)], [step_line(5)], ["loss from step 5 on (not finite and 0.2)"]),
     ([step_line(3, loss=2.0)], [step_line(3, loss=2.0 + 1e-12)],
-     ["loss from step 3 on (2.0 and 2.000000000001)"]),  # with the digits in which they differ
+     ["loss from step 3 on (2.0 and 2.000000000001)"]),  # all digits that differ
     ([], [{"step": 3, "val_loss": 0.75}], ["val_loss from step 3 on (0.5 and 0.75)"]),
 ])  # fmt: skip
 def test_the_first_step_whose_losses_differ_is_named(run, twin, of_a, of_b, differ):

@@ -97,9 +97,7 @@ def test_other_engines_are_estimated_and_their_strategies_named():
     code, text = invoke("estimate-memory", *H100, "engine=fsdp2", "--all-strategies", "--json")
     content = [each["strategy"] for each in json.loads(text)]
     assert code == 0
-    assert content == [
-        n for n, row in STRATEGIES.items() if row.shards_params and not row.replicates
-    ]
+    assert content == [n for n, x in STRATEGIES.items() if x.shards_params and not x.replicates]
     code, text = invoke("estimate-memory", *H100, "engine=ddp", "strategy=no_shard", "--json")
     assert json.loads(text)["engine"] == "ddp"
 
@@ -175,7 +173,7 @@ def test_host_memory_has_to_fit_too():
     assert code == 0
     assert (content["verdict"], content["node_host_memory_bytes"]) == ("too_large", 64 << 30)
     assert content["node_host_bytes"] == 8 * content["host_bytes"]
-    # Master weights and moments, 12 bytes of each parameter on a node.
+    # Master weights and moments take 12 bytes per parameter and node.
     assert content["node_host_bytes"] > 12 * content["num_parameters"]
     assert content["margin_bytes"] == ((64 << 30) - content["node_host_bytes"]) // 8
     code, text = invoke("estimate-memory", *H100, "cluster.host_memory=8GiB", "--require-fit")

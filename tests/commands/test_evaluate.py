@@ -1,4 +1,4 @@
-"""The loss of any checkpoint or directory, as transformers computes it."""
+"""`fsdpctl evaluate`: the loss of a checkpoint or directory equals that of transformers."""
 
 import json
 import math
@@ -43,9 +43,8 @@ def test_the_loss_is_that_of_transformers(places, tmp_path, kind):
     content = json.loads(out)
     assert content["loss"] == pytest.approx(expected(places["hf"]), abs=1e-5)
     assert content["perplexity"] == pytest.approx(math.exp(content["loss"]))
-    assert content["bits_per_byte"] == pytest.approx(
-        content["loss"] / math.log(2)
-    )  # a token is a byte
+    bits_per_token = content["loss"] / math.log(2)  # a token is a byte
+    assert content["bits_per_byte"] == pytest.approx(bits_per_token)
     assert (content["part"], content["tokens"]) == ("all", (len(TEXT) - 1) // LENGTH * LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""Settings, checkpoints and runs that somebody else prepared: nothing elsewhere is opened."""
+"""Settings, checkpoints and runs of other users: fsdpctl opens nothing outside of them."""
 
 import http.server
 import json
@@ -47,7 +47,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def requests():
-    """The paths that were asked of a server, after its URL."""
+    """The URL of a server, and after it the paths of its requests."""
     urls = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -126,9 +126,7 @@ def test_settings_of_a_manifest_that_are_no_text_are_refused(here, config):
     ("tokenize", "https://:S3CR3T@host/t", "t.bin"),
     ("inspect-checkpoint", "s3://b/x?X-Amz-Credential=S3CR3T"), ("s3://user:S3CR3T@bucket", "x"),
 ])  # fmt: skip
-def test_a_secret_on_the_command_line_is_neither_printed_nor_written(
-    here, monkeypatch, capfd, args
-):
+def test_a_secret_on_the_command_line_is_neither_printed_nor_saved(here, monkeypatch, capfd, args):
     monkeypatch.setattr(sys, "argv", ["fsdpctl", *args])
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(SystemExit, match="2"):
@@ -259,7 +257,7 @@ def test_a_rejected_step_is_shown(run):
 
 @pytest.fixture
 def deep(here):
-    """A directory with directories nested deeper than functions may call themselves."""
+    """A directory whose directories are nested deeper than Python's recursion limit."""
     (here / "deep").mkdir()
     os.chdir(here / "deep")
     for _ in range(1100):
@@ -267,7 +265,7 @@ def deep(here):
         os.chdir("a")
     os.chdir(here)
     yield "deep"
-    subprocess.run(["rm", "-rf", here / "deep"], check=True)  # shutil calls itself
+    subprocess.run(["rm", "-rf", here / "deep"], check=True)  # shutil is recursive
 
 
 def test_deep_directories_in_other_places_are_one_line(deep, run, monkeypatch, capfd):

@@ -1,4 +1,4 @@
-"""What somebody types who comes from torchtitan, axolotl, accelerate or plain torch."""
+"""Commands of users who come from torchtitan, axolotl, accelerate or plain torch."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.training.chats import make_chats
 
 
 def printed(*args: str) -> dict[str, str]:
-    """The configuration that `train` understands."""
+    """Return the configuration that `train` reads from the arguments."""
     code, out = invoke("train", *args, "--print-config")
     assert code == 0, out
     return dict(line.partition("  #")[0].split(": ", 1) for line in out.splitlines())
@@ -113,7 +113,7 @@ def test_one_of_several_processes_is_told_why_it_cannot_be(args, monkeypatch, na
 
 @pytest.mark.parametrize("launch", ["local", "slurm", "env"])
 def test_a_run_on_several_machines_is_looked_at_from_one(args, launch):
-    """As from a login node, where no launcher has set anything."""
+    """A dry run on a login node works, without a launcher's variables."""
     out = dry_run(*args, f"launch={launch}", "launch.nnodes=2", "launch.nproc_per_node=2")
     assert "ranks   4, on each of 2 nodes 2 on cpu" in out
 

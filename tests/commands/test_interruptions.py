@@ -1,4 +1,4 @@
-"""Whatever happens around a run: it ends rightly, or goes on, and says which."""
+"""Runs that are interrupted: each ends with the right exit code, or continues and prints so."""
 
 import os
 import pty
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 LONG = 100_000
 
 
-def heard() -> None:
-    """What a shell may have its background jobs ignore."""
+def reset_signals() -> None:
+    """Reset the signals that a shell may have its background jobs ignore."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 
@@ -32,7 +32,7 @@ def start(folder: Path, steps: int = LONG, *more: str, **kwargs: Any) -> subproc
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **kwargs}
     return subprocess.Popen(
         command("train", *run_args(folder, steps, *more)), cwd=folder, text=True, env=environment(),
-        preexec_fn=heard, **streams,
+        preexec_fn=reset_signals, **streams,
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, 
 
 
 def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as a site may have it for its clusters
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # a site may set it for its clusters
     process = start(tmp_path)
     wait_for(has_stepped(tmp_path))
     listening = [
@@ -114,7 +114,7 @@ def test_a_closed_output_stops_no_run_and_ctrl_c_saves_and_exits_with_130(tmp_pa
         line = " ".join(f"'{arg}'" for arg in command("train", *run_args(tmp_path, LONG)))
         process = subprocess.Popen(
             ["bash", "-c", f"exec {line} 2>&-"], cwd=tmp_path, env=environment(), text=True,
-            preexec_fn=heard, stdout=subprocess.DEVNULL,
+            preexec_fn=reset_signals, stdout=subprocess.DEVNULL,
         )  # fmt: skip
     else:
         process = start(tmp_path)

@@ -1,6 +1,6 @@
-"""What a person gets for a mistake: one line that names it, and the exit code. Nothing is written.
+"""Mistakes of users: one line names each, the exit code fits, and nothing is written.
 
-The words of a row are typed in a directory that `world` fills; its other texts are in the answer.
+The first text of a row is typed in the directory `world`; its other texts are in the answer.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.run.runs import make_run
 from tests.training.chats import make_chat_model, make_chats
 
 TEXT = ["train", "--dry-run", "data.path=words.txt", *TINY]
-# The first word of a row; a key that is typed again replaces its own.
+# What the first argument of a row stands for; a key of the row replaces the same key here.
 BEGINNINGS = {
     "text": TEXT, "run": ["train", *TEXT[2:]],
     "nodes": [*TEXT, "launch.nnodes=2", "launch.node_rank=0"],
@@ -173,7 +173,7 @@ CONFIG_JSON = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A directory with what mistakes are about; some are in the names."""
+    """A directory with the files that the mistakes are about."""
     folder = tmp_path_factory.mktemp("world")
     make_text(folder)
     make_chats(folder / "chats.jsonl")
@@ -206,10 +206,10 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def answer(world, monkeypatch, capsys):
-    """Type words in `world`: the exit code, and the only line on standard error."""
+    """Run arguments in `world`; return the exit code and the only line on standard error."""
     monkeypatch.chdir(world)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv("FSDPCTL_QUIET", "1")  # however long an answer takes
+    monkeypatch.setenv("FSDPCTL_QUIET", "1")  # slow commands print no activity
 
     def typed(args: list[str]) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["fsdpctl", *args])
@@ -227,10 +227,8 @@ def answer(world, monkeypatch, capsys):
 def test_a_mistake_has_an_answer_of_one_line(answer, typed, parts):
     first, *rest = typed.split()
     names = {arg.partition("=")[0] for arg in rest}
-    remaining = [
-        arg for arg in BEGINNINGS.get(first, [first]) if arg.partition("=")[0] not in names
-    ]
-    code, line = answer([*remaining, *rest])
+    before = [arg for arg in BEGINNINGS.get(first, [first]) if arg.partition("=")[0] not in names]
+    code, line = answer([*before, *rest])
     assert (code, [part for part in parts if part not in line]) == (2, []), line
 
 
@@ -268,7 +266,7 @@ def test_heads_of_gpt2_are_set_by_one_key(world, monkeypatch):
     (4, ["verify-checkpoint", "cut"], "cut"),
 ])  # fmt: skip
 def test_a_command_ends_with_its_exit_code(answer, code, args, error):
-    """The others: 0, 75, 76 and 130 in test_run.py and test_requests.py, 77 in test_self_check."""
+    """test_run.py and test_requests.py test the codes 0, 75, 76 and 130, test_self_check 77."""
     result, line = answer([*args, "-q"])
     assert (result, error in line) == (code, True), line
 
@@ -299,9 +297,7 @@ def args(tmp_path, monkeypatch):
     (533, 0, "1,599 tokens are too few to train on; expected"),
     (534, 0.02, "1,570 tokens are too few to train on (data.val_fraction=0.02 keeps 32 more"),
 ], ids=["whole", "shared"])  # fmt: skip
-def test_too_little_data_is_refused_unless_the_length_is_set(
-    args, tmp_path, count, fraction, error
-):
+def test_too_little_data_is_refused_unless_a_length_is_set(args, tmp_path, count, fraction, error):
     (tmp_path / "words.txt").write_text("abc" * count)
     remaining = [arg for arg in args if not arg.startswith(("train.seq_len", "data.val_fraction"))]
     little = [*remaining, f"data.val_fraction={fraction}", "--dry-run"]

@@ -17,7 +17,7 @@ from tests.commands.test_interruptions import ended, has_stepped, wait_for
 pytestmark = pytest.mark.slow
 LONG = 100_000
 
-# Every phase can be made slow; it says that it has come by a file of its name.
+# Makes a phase slow; a file with its name shows that the run has come to it.
 PLANTED = """
 import os, time
 if "RANK" in os.environ:
@@ -33,7 +33,7 @@ if "RANK" in os.environ:
         def planted(*args, **about):
             nonlocal count
             count += 1
-            if SLOW == phase and count > int(os.environ.get("AFTER", 0)):
+            if SLOW == phase and count > int(os.environ.get("SKIP", 0)):
                 Path(f"came-to-{phase}").touch()
                 time.sleep(seconds)
             return before(*args, **about)
@@ -49,7 +49,7 @@ if "RANK" in os.environ:
 
 
 class Run:
-    """A run of a tiny model in its own folder."""
+    """A run of a tiny model in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.dir = folder, folder / "run"
@@ -58,13 +58,11 @@ class Run:
         (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
         make_text(folder)
 
-    def start(
-        self, steps: int, *more: str, slow: str = "", after: int = 0
-    ) -> subprocess.Popen[str]:
+    def start(self, steps: int, *more: str, slow: str = "", skip: int = 0) -> subprocess.Popen[str]:
         paths = f"{self.folder / 'planted'}:{environment()['PYTHONPATH']}"
         self.process = subprocess.Popen(
             command("train", *run_args(self.folder, steps, *more)), cwd=self.folder, text=True,
-            env={**environment(), "PYTHONPATH": paths, "SLOW": slow, "AFTER": str(after)},
+            env={**environment(), "PYTHONPATH": paths, "SLOW": slow, "SKIP": str(skip)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return self.process
@@ -95,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float | N
     return figures(run.dir)
 
 
-def ask(way: str, run: Run, process: "subprocess.Popen[str]") -> None:
+def request_stop(way: str, run: Run, process: "subprocess.Popen[str]") -> None:
     if way == "file":
         (run.dir / "STOP").touch()
     else:
@@ -108,9 +106,9 @@ WAYS = pytest.mark.parametrize("way", ["SIGTERM", "file"])
 @WAYS
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stopped_validation_is_done_by_the_next_start(run, whole, way, last):
-    process = run.start(40, slow="validation", after=3 if last else 0)  # 3 batches in each
+    process = run.start(40, slow="validation", skip=3 if last else 0)  # 3 batches in each
     wait_for(run.has_come_to("validation"))
-    ask(way, run, process)
+    request_stop(way, run, process)
     code, out = ended(process)
     step = 40 if last else 20
     assert code == 75, out
@@ -127,7 +125,7 @@ def test_a_stopped_validation_is_done_by_the_next_start(run, whole, way, last):
 
 
 def test_a_stop_request_before_a_validation_skips_it(run, whole):
-    process = run.start(40, slow="step", after=19)
+    process = run.start(40, slow="step", skip=19)
     wait_for(run.has_come_to("step"))
     process.terminate()
     code, out = ended(process)
@@ -139,9 +137,9 @@ def test_a_stop_request_before_a_validation_skips_it(run, whole):
 
 @WAYS
 def test_a_stop_request_shortens_the_sample_and_the_run_is_complete(run, way):
-    process = run.start(10, "train.sample_tokens=500", slow="sample", after=3)
+    process = run.start(10, "train.sample_tokens=500", slow="sample", skip=3)
     wait_for(run.has_come_to("sample"))
-    ask(way, run, process)
+    request_stop(way, run, process)
     code, out = ended(process)
     assert (code, "done: run" in out) == (0, True), out
     assert re.search(r"sample stopped after \d+ of 500 tokens \(stop requested\)", out)
@@ -160,7 +158,7 @@ def test_before_the_first_step_a_stop_request_ends_the_run_at_once(run, way, res
     if way != "time limit":
         wait_for(run.has_come_to("first step"))
         began = time.monotonic()
-        ask(way, run, process)
+        request_stop(way, run, process)
     code, out = ended(process)
     assert code == (130 if way == "SIGINT" else 75), out
     assert "stopped before there was anything to save" in out
@@ -173,7 +171,7 @@ def test_before_the_first_step_a_stop_request_ends_the_run_at_once(run, way, res
 def test_a_save_at_the_end_is_completed(run, way):
     process = run.start(10, slow="save")
     wait_for(run.has_come_to("save"))
-    ask(way, run, process)
+    request_stop(way, run, process)
     code, out = ended(process)
     assert (code, "done: run" in out) == (0, True), out
     assert (run.checkpoints(), (run.dir / "STOP").exists()) == (["step-00000010"], False)
@@ -233,7 +231,7 @@ def test_requests_from_before_the_start_are_removed(run):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode, monkeypatch):
-    """Each save takes three seconds, which counts before the last one begins."""
+    """Each save takes three seconds, so that the last save must begin three seconds early."""
     began = time.time()
     assert ended(run.start(10))[0] == 0
     limit = int(2 * (time.time() - began)) + 20

@@ -56,7 +56,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
     assert (run / "checkpoints" / "latest").resolve().name == "step-00000030"
     assert not list((run / "logs").glob("rank-*.log"))
     (start,) = json.loads((run / "environment.json").read_text())["starts"]
-    assert start["variables"]["OMP_WAIT_POLICY"] == "PASSIVE"  # threads of ranks do not spin
+    assert start["variables"]["OMP_WAIT_POLICY"] == "PASSIVE"  # idle OpenMP threads do not spin
     losses = [line[1] for line in figures(run) if line[1] is not None]
     assert len(losses) == 30
     assert losses[-1] < losses[0] - 1
@@ -114,7 +114,7 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def is_living(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it went between the two
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return False
 
 

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, and what stands in its way."""
+"""`fsdpctl sample`: text from a checkpoint, and errors."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.hostile import make_checkpoint, make_hugging_face
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run with compiled blocks."""
+    """A checkpoint of a run with compiled blocks."""
     folder = tmp_path_factory.mktemp("sample")
     sharded("llama", folder, ["train.compile=true", "data.tokenizer=bytes", "train.seq_len=32"])
     return folder / "sharded"
@@ -75,7 +75,7 @@ def test_tokens_are_drawn_as_asked():
         return {sample_token(logits, Sampling(0, **kwargs), generator) for _ in range(300)}
 
     assert drawn(temperature=0.0) == {1}
-    assert drawn(temperature=1.0, top_p=0.6) == {1}  # which alone has two thirds of the odds
+    assert drawn(temperature=1.0, top_p=0.6) == {1}  # its probability is two thirds
     assert drawn(temperature=1.0, top_p=0.7) == {1, 2}
     assert drawn(temperature=1.0) >= {0, 1, 2}
     assert drawn(temperature=50.0) == {0, 1, 2, 3}

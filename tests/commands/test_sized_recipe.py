@@ -1,4 +1,4 @@
-"""The recipe of an estimate, and the dry run of it where its GPUs are not."""
+"""The recipe that an estimate writes, and its dry run on a machine without the GPUs."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_printed_recipe_is_what_was_sized_and_a_dry_run_checks_it_for_its_rank
     sized = _estimated(*args, *more)
     sized = sized.get("fit", {}).get("estimate", sized)
     again = _estimated("sized.yaml")
-    assert "selected" not in again  # all of it is in the recipe
+    assert "selected" not in again  # the recipe has all selected values
     same = ("strategy", "world_size", "seq_len", "micro_batch_size", "num_micro_batches",
             "peak_reserved_bytes", "memory_bytes")  # fmt: skip
     assert {name: again[name] for name in same} == {name: sized[name] for name in same}

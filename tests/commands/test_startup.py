@@ -1,4 +1,4 @@
-"""What a command and a start import and compute: counted, never timed."""
+"""Imports and computations of a command and of a start: counted, never timed."""
 
 import inspect
 import subprocess
@@ -39,7 +39,7 @@ OWN = {
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """Return the modules that a command imports, without those of its interpreter."""
+    """Return the modules that a command imports, except for those of the interpreter."""
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['fsdpctl', *{arguments}]\n"
@@ -137,7 +137,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     assert begun is not None
     begun.lock.release()
     assert (calls["open_data"], calls["trace"], calls["rank_candidates"]) == (1, 1, 1)
-    assert calls["role_of"] == 1  # the launcher's variables
+    assert calls["role_of"] == 1  # reads the launcher's variables
     following: list[Config | None] = []
     calls = calls_of(
         lambda: following.append(
@@ -169,7 +169,7 @@ def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_y
     begun, _ = started(2)
     message: list[str] = []
     hung = RoundOutcome((), None, hang="no progress")
-    for number in range(2):  # the second one without a step in between
+    for number in range(2):  # no step between the two restarts
         assert restarts._next_round(begun, hung, number, None, message.append) is not None
     assert (changed_in(message), read_config(tmp_path / "run").launch.nproc_per_node) == (fewer, 1)
     assert (started(2)[1], started(1)[1], started(1)[1]) == ([], fewer, [])

@@ -1,4 +1,4 @@
-"""The state of a run by its directory, and what reading it does not do."""
+"""`fsdpctl status`: the state of a run by its directory, which it only reads."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_reading_the_status_writes_nothing(tmp_path):
     ({"step": None}, "starting"),
     ({"time": -80}, "running"),
     ({"time": -3600}, "failed"),
-    ({"time": 5}, "running"),  # of a clock that is ahead
+    ({"time": 5}, "running"),  # from a clock that is ahead
     ({"state": "stopped", "message": "stopped at step 3"}, "stopped"),
     ({"state": "failed", "message": "no room"}, "failed"),
 ])  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_process_that_was_killed_on_this_host_is_killed_at_once(tmp_path):
     assert (read_status(run).state, read_status(run).message) == (
         "killed", f"process {ended.pid} on {socket.gethostname()}",
     )  # fmt: skip
-    (run / LOCK).write_text(str(os.getpid()))  # its launcher restarts it
+    (run / LOCK).write_text(str(os.getpid()))  # the launcher restarts it
     assert read_status(run).state == "running"
     (run / LOCK).write_text("9" * 99)
     for other in ({"namespace": "other"}, {"host": "other"}, {"pid": os.getpid()}):
@@ -92,7 +92,7 @@ def test_a_finished_run_is_one_whose_last_step_is_saved(tmp_path):
     assert read_status(run).state == "failed"
     save(run, 3)
     assert read_status(run).state == "finished"
-    write_heartbeat(run, step=3)  # it validates, or waits for a command
+    write_heartbeat(run, step=3)  # validating, or waiting for a command
     assert read_status(run).state == "running"
     write_heartbeat(run, time=LONG_AGO, step=3)
     assert read_status(run).state == "finished"
@@ -107,7 +107,7 @@ def test_a_failure_quotes_the_rank_that_wrote_first(tmp_path):
         (run / LOGS / f"rank-{rank:05d}.log").write_text(text)
     os.utime(run / LOGS / "rank-00001.log", (1e9, 1e9))
     assert read_status(run).message == "rank-00001.log: RuntimeError: x"
-    record_cause(run, "rank 2 on vm: killed by signal 9 (SIGKILL)")  # whose log is empty
+    record_cause(run, "rank 2 on vm: killed by signal 9 (SIGKILL)")  # rank 2 has an empty log
     assert read_status(run).message == "rank 2 on vm: killed by signal 9 (SIGKILL)"
 
 
@@ -149,7 +149,7 @@ def test_the_newest_warnings_and_incomplete_checkpoints_are_reported(tmp_path):
 
 def test_the_speed_is_that_of_the_newest_start(tmp_path):
     run = make_run(tmp_path / "run", done=60)
-    for begun in (0, 55, None):  # the last one has not begun a step
+    for begun in (0, 55, None):  # the last start has no step yet
         add_start(run, {"record": {"step": begun}})
     assert read_status(run).tokens_per_second == 100 * 58
     write_start_events(run, {"step": 60})
@@ -201,7 +201,7 @@ def test_a_corrupted_file_is_named_in_one_line(tmp_path, what):
 
 @pytest.mark.parametrize("name", [METRICS, HEARTBEAT, ENVIRONMENT])
 def test_only_files_of_the_run_are_opened(tmp_path, name):
-    """Pipes and links are in tests/run/test_own_files.py."""
+    """tests/run/test_own_files.py tests pipes and links."""
     run = make_run(tmp_path / "run")
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
@@ -271,7 +271,7 @@ def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     for number, name in enumerate(("b", "a", "latest")):  # a copy in place of the link
         os.utime(make_run(tmp_path / "runs" / name) / RUN_CONFIG, (number, number))
     code, out = invoke("status", "--json")
-    assert (code, json.loads(out)["run"]) == (0, "runs/a")  # the one that started last
+    assert (code, json.loads(out)["run"]) == (0, "runs/a")  # the run that started last
     code, out = invoke("status", "runs")
     assert (code, out) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
     for command in ("status", "sample"):  # "runs" is no organization on the Hub

@@ -1,4 +1,4 @@
-"""Exports that are uploaded to a Hub on this machine, as typed, and their model cards."""
+"""Uploads of exports to a Hub on this machine by the command line, and their model cards."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_an_export_is_verified_and_then_committed_to_a_private_repository(hub, c
     assert out.splitlines()[-1] == f"{hub.url}/me/tiny: uploaded, private"
     assert hub.models["me/tiny"] == {".gitattributes": b"", **local()}
     assert hub.public == set()
-    assert len(hub.stored) == 1  # the weights went the way of large files
+    assert len(hub.stored) == 1  # the weights were uploaded as large files
     posts = [each.split()[1] for each in hub.requests if each.startswith("POST")]
     assert posts.count("/api/models/me/tiny/commit/main") == 1
     assert invoke("verify-checkpoint", "tiny")[0] == 0

@@ -1,4 +1,4 @@
-"""Whole runs, and those who watch them."""
+"""Complete runs, and the programs that watch them: status and trackers."""
 
 import json
 import re
@@ -49,10 +49,8 @@ def test_only_rank_0_writes_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in (30, 40):
-        done = fsdpctl(
-            "train", *run_args(tmp_path, steps, "log.trackers=tensorboard"), cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
+        run = fsdpctl("train", *run_args(tmp_path, steps, "log.trackers=tensorboard"), cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
     board = tmp_path / "run" / "tensorboard"
     assert len(list(board.iterdir())) == 2  # one for each start
     curves = EventAccumulator(str(board))
@@ -65,7 +63,7 @@ def test_only_rank_0_writes_to_tensorboard(tmp_path):
     assert {"val_loss", "tokens_per_second"} <= set(curves.Tags()["scalars"])
 
 
-# What stands in for a device without room: on rank 1, at its third step.
+# Replaces a device that is out of memory: on rank 1, at its third step.
 PLANTED = """
 import os
 if os.environ.get("RANK") == "1":

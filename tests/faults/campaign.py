@@ -1,8 +1,8 @@
 """Random faults in real runs: `python -m tests.faults.campaign FIRST COUNT [RESULTS.json]`.
 
-Of every case it wants: the run ends by itself within its time-outs, with an exit code and words
-that say how; no process is left; no complete checkpoint is lost; and the same command goes on to
-the end, with the weights of an undisturbed run where the policy promises them.
+Each run must end by itself within its time-outs, with an exit code of fsdpctl and no traceback. It
+leaves no process and loses no complete checkpoint. The same command then completes the run, with
+the weights of an undisturbed run if the policy promises them.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from tests.faults.running import Run, codes_of
 from tests.faults.strike import make_room, small_disk, strike
 from tests.launch.hosts import hosts
 
-PATIENCE = 200.0  # seconds: four times hang_timeout for a start, twice, and what starts take
-CUT_PATIENCE = 500.0  # over a cable that is out for a minute
+PATIENCE = 200.0  # seconds: four times hang_timeout for a start, twice, and the starts
+CUT_PATIENCE = 500.0  # if a cable is unplugged for a minute
 MOST_STARTS = 5
 CODES = (0, 1, 4, 75, 76, 77, 130)
 _DAMAGED = 4
@@ -36,7 +36,7 @@ Sums = dict[str, str]
 
 
 def final_sums(run_dir: Path) -> Sums:
-    """A digest of every tensor of the model in the last checkpoint."""
+    """Return a digest of every tensor of the model in the last checkpoint."""
     newest = newest_checkpoint(run_dir / "checkpoints")
     assert newest is not None
     reader = CheckpointReader(newest)
@@ -50,26 +50,26 @@ def final_sums(run_dir: Path) -> Sums:
     return result
 
 
-def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
-    """One case: what was seen, and under `wrong` what should not have been."""
+def run_with_fault(case: Case, run: Run, undisturbed: Sums) -> dict[str, Any]:
+    """Run a case; return what happened, and under `wrong` what should not have happened."""
     began, saved = time.monotonic(), set[str]()
     processes = run.start()
     more = strike(case, run, processes, saved)
     first = codes_of(processes, CUT_PATIENCE if run.hosts else PATIENCE)
-    wrong = _wrong_at_first(case, run, first, saved)
+    wrong = _first_problems(case, run, first, saved)
     make_room(run.run_dir.parent)
     codes = [first]
     while any(codes[-1]) and None not in codes[-1] and len(codes) < MOST_STARTS:
-        if _DAMAGED in codes[-1]:  # as it says, the newest checkpoint is moved away
+        if _DAMAGED in codes[-1]:  # do what the error tells the user: move the checkpoint away
             newest = newest_checkpoint(run.run_dir / "checkpoints")
-            refused = newest or run.run_dir / "checkpoints" / LATEST  # there was only the one
+            refused = newest or run.run_dir / "checkpoints" / LATEST  # no other one
             refused.rename(run.run_dir.parent / f"damaged-{len(codes)}")
         codes.append(codes_of(run.start(*more), PATIENCE))
     if any(codes[-1]) or None in codes[-1]:
         wrong.append(f"did not go on to the end: {codes}")
     elif last_step(run.run_dir / "metrics.jsonl") != STEPS:
         wrong.append("not all steps were done")
-    elif case.keeps_bits and not more and final_sums(run.run_dir) != whole:
+    elif case.keeps_bits and not more and final_sums(run.run_dir) != undisturbed:
         wrong.append("other weights than those of the undisturbed run")
     return {
         "seed": case.seed, "kind": case.kind, "what": case.what, "target": case.target,
@@ -78,8 +78,8 @@ def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _wrong_at_first(case: Case, run: Run, codes: list[int | None], saved: set[str]) -> list[str]:
-    """Of the start that was disturbed."""
+def _first_problems(case: Case, run: Run, codes: list[int | None], saved: set[str]) -> list[str]:
+    """Return what is wrong with the start that the fault struck."""
     wrong = ["did not end in time"] if None in codes else []
     if left := run.end_orphans():
         wrong.append(f"{left} processes were left")
@@ -89,15 +89,15 @@ def _wrong_at_first(case: Case, run: Run, codes: list[int | None], saved: set[st
     if "Traceback" in run.out:
         wrong.append("a traceback on the terminal")
     present = {each.name for each in complete_checkpoints(run.run_dir / "checkpoints")}
-    if (lost := saved - present) and len(present) < 2:  # newer ones may have taken their place
+    if (lost := saved - present) and len(present) < 2:  # otherwise newer ones replaced them
         wrong.append(f"complete checkpoints are gone: {sorted(lost)}")
     return wrong
 
 
 def campaign(first: int, count: int, out: Path | None = None) -> list[dict[str, Any]]:
-    """The cases `first` to `first + count - 1`; after each, all so far are written to `out`.
+    """Run the cases `first` to `first + count - 1`, and write the results to `out` after each.
 
-    Those that `out` has already are taken from it: two hours may be interrupted.
+    Results that `out` contains are kept: a campaign of two hours may be interrupted.
     """
     known = json.loads(out.read_text())["results"] if out is not None and out.exists() else []
     results = [each for each in known if first <= each["seed"] < first + count]
@@ -108,14 +108,14 @@ def campaign(first: int, count: int, out: Path | None = None) -> list[dict[str, 
         assert codes_of(whole.start(), PATIENCE) == [0], whole.out
         sums = final_sums(whole.run_dir)
         for seed in sorted({*range(first, first + count)} - done):
-            results.append(one_case(case_of(seed), Path(scratch) / f"case-{seed}", sums))
+            results.append(run_case(case_of(seed), Path(scratch) / f"case-{seed}", sums))
             print(json.dumps(results[-1]), flush=True)
             write_report(out, "faults", results)
     return results
 
 
-def one_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
-    """One of them, in a folder that is made."""
+def run_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
+    """Run a case in `folder`, which must not exist; return its result."""
     fault, args = None, [f"launch.max_restarts={case.restarts}", *case.args]
     if case.kind == "planted":
         mark = str(folder / "fired")
@@ -126,12 +126,12 @@ def one_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
             stack.enter_context(small_disk(folder / "disk"))
         on = stack.enter_context(hosts(2)) if case.on_hosts else None
         run = Run(folder, args, fault=fault, hosts=on)
-        result = disturbed(case, run, sums)
+        result = run_with_fault(case, run, sums)
         return {**result, "said": run.out[-3000:]} if result["wrong"] else result
 
 
 def main() -> None:
-    """As the command line says; 1 where something was wrong."""
+    """Run the cases of the command line; exit with 1 if something was wrong."""
     out = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     result = campaign(int(sys.argv[1]), int(sys.argv[2]), out)
     bad = [each for each in result if each["wrong"]]

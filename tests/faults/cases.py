@@ -1,4 +1,4 @@
-"""Which faults there are, and when they strike; a case follows from its seed."""
+"""The faults, and the moments at which they strike; a seed determines a case."""
 
 import random
 import signal
@@ -13,7 +13,7 @@ _SHARES = {"signal": 120, "planted": 40, "damage": 16, "disk": 8, "cable": 8, "h
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One fault, and how the run is started."""
+    """A fault, and the settings of its run."""
 
     seed: int
     kind: str  # a key of _SHARES
@@ -21,28 +21,28 @@ class Case:
     target: str  # launcher, or a rank
     moment: str
     step: int  # for the moments that have one
-    seconds: float  # of a delay in start-up, or of a cable's cut
+    seconds: float  # of the delay in start-up, or without the cable
     restarts: int
     args: tuple[str, ...] = field(default=())
 
     @property
     def rank(self) -> int:
-        """The rank that it strikes."""
+        """The rank that the fault strikes."""
         return int(self.target.removeprefix("rank ")) if self.target.startswith("rank") else 0
 
     @property
     def number(self) -> int:
-        """The signal that is sent."""
+        """The number of the signal."""
         return int(signal.Signals[self.what])
 
     @property
     def on_hosts(self) -> bool:
-        """Whether it takes two of them."""
+        """Whether the case needs two hosts."""
         return self.kind in ("cable", "host")
 
     @property
     def kills_launcher(self) -> bool:
-        """Whether that is what it does."""
+        """Whether the fault kills a launcher."""
         return self.kind == "host" or (self.what, self.target) == ("SIGKILL", "launcher")
 
     @property
@@ -52,7 +52,7 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """The same for every machine."""
+    """Return the case of a seed, the same one on every machine."""
     rng = random.Random(seed)
     kind = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
     target = rng.choice(("launcher", "rank 0", "rank 1"))

@@ -1,6 +1,6 @@
-"""Plants one fault in one rank: what `sitecustomize` imports in every rank.
+"""Plants a fault in a rank; `sitecustomize` imports this module in every rank.
 
-FSDPCTL_FAULT says which, as JSON. It strikes once: a file says that it has.
+FSDPCTL_FAULT describes the fault as JSON. The file `mark` ensures that it strikes only once.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _training, _summed = Batches.training, decoder_loss.summed_loss
 
 
 def plant(fault: dict[str, Any]) -> None:
-    """Have this rank, if it is the one, do at the asked call what `kind` says."""
+    """Plant the fault of `kind` if this is its rank; it strikes at the given call."""
     if int(os.environ.get("RANK") or os.environ["SLURM_PROCID"]) != fault["rank"]:
         return
     calls = iter(range(1 << 60))
@@ -39,7 +39,7 @@ def plant(fault: dict[str, Any]) -> None:
                 raise OSError(5, "Input/output error", "planted")
             if fault["kind"] == "interpreter held":
                 lock, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
-                for _ in range(2):  # the second time, no thread of this process runs
+                for _ in range(2):  # the second one blocks while holding the GIL
                     libc.pthread_mutex_lock(lock)
             time.sleep(1e6)  # the others wait for a collective that never comes
         return _training(batches, samples, rank, micro_step)

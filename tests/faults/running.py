@@ -14,10 +14,10 @@ from tests.commands.run import TINY, environment, make_text
 from tests.faults.cases import SAVES_EVERY, STEPS, VALIDATES_EVERY
 from tests.launch.hosts import Hosts
 
-HANG_SECONDS, CUT_SECONDS = 12, 130  # until a rank that stands still is reported
+HANG_SECONDS, CUT_SECONDS = 12, 130  # of launch.hang_timeout
 _ORPHAN_SECONDS = 15
 _RANKS = "launch.nproc_per_node=2"
-WORDS = [
+SETTINGS = [
     *(each for each in TINY if "eval_every" not in each and "checkpoint.every" not in each),
     f"train.steps={STEPS}", f"checkpoint.every={SAVES_EVERY}", "train.log_every=10",
     f"train.eval_every={VALIDATES_EVERY}",
@@ -25,8 +25,8 @@ WORDS = [
 _PLANTS = "import os\nif os.environ.keys() & {'RANK', 'SLURM_PROCID'}: import tests.faults.plant\n"
 
 
-def planted(folder: Path, fault: dict[str, Any]) -> dict[str, str]:
-    """The environment of processes of which one has a fault, once it is a rank."""
+def fault_env(folder: Path, fault: dict[str, Any]) -> dict[str, str]:
+    """Return an environment that plants a fault in one of the ranks."""
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(_PLANTS)
@@ -44,14 +44,14 @@ class Run:
         self.folder, self.run_dir, self.hosts = folder, folder / "disk" / "run", hosts
         self.run_dir.parent.mkdir(exist_ok=True)
         seconds = CUT_SECONDS if hosts else HANG_SECONDS
-        self._words = [
-            *WORDS, f"data.path={make_text(folder)}", f"train.run_dir={self.run_dir}",
+        self._settings = [
+            *SETTINGS, f"data.path={make_text(folder)}", f"train.run_dir={self.run_dir}",
             f"launch.hang_timeout={seconds}", f"launch.timeout={5 * seconds}", *args,
         ]  # fmt: skip
-        self._env = environment() if fault is None else planted(folder, fault)
+        self._env = environment() if fault is None else fault_env(folder, fault)
 
     def start(self, *more: str) -> list["subprocess.Popen[str]"]:
-        """The command, on each host; what it says goes to a file."""
+        """Start the command on each host; its output is appended to a file."""
         if self.hosts is None:
             ranks = [] if any("nproc_per_node" in each for each in more) else [_RANKS]
             return [self._begin([], [*ranks, *more])]
@@ -67,18 +67,18 @@ class Run:
     def _begin(self, before: list[str], more: list[str]) -> "subprocess.Popen[str]":
         with (self.folder / "said.log").open("a") as log:
             return subprocess.Popen(
-                [*before, sys.executable, "-m", "fsdpctl", "train", *self._words, *more],
+                [*before, sys.executable, "-m", "fsdpctl", "train", *self._settings, *more],
                 cwd=self.folder, env=self._env, text=True, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
 
     @property
     def out(self) -> str:
-        """By all starts so far."""
+        """The output of all starts so far."""
         return (self.folder / "said.log").read_text(errors="replace")
 
     def workers(self) -> list[psutil.Process]:
-        """All processes of this run."""
+        """Return all worker processes of this run."""
         results = []
         for each in psutil.process_iter(["cmdline"]):
             line = each.info["cmdline"] or []
@@ -87,7 +87,7 @@ class Run:
         return results
 
     def end_orphans(self) -> int:
-        """How many workers are still there some seconds after their launchers have gone."""
+        """Kill the workers that outlive their launchers by some seconds; return how many."""
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while (result := self.workers()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -97,7 +97,7 @@ class Run:
 
 
 def codes_of(processes: list["subprocess.Popen[str]"], seconds: float) -> list[int | None]:
-    """How they ended within `seconds`; None, and killed, where one did not."""
+    """Return the exit codes; processes that do not end within `seconds` are killed (None)."""
     deadline, codes = time.monotonic() + seconds, list[int | None]()
     for each in processes:
         try:

@@ -1,4 +1,4 @@
-"""Waits for the moment of a case, and does what it says."""
+"""Waits for the moment of a case, and causes its fault."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ from fsdpctl.run.metrics import last_step
 from tests.faults.cases import STEPS, VALIDATES_EVERY, Case
 from tests.faults.running import Run
 
-_SOON = 90.0  # seconds until a moment has come, or the run has ended
+_SOON = 90.0  # most seconds until the moment, or until the run has ended
 _DISK_BYTES = 16 << 20
-_STOPPED_SECONDS = 5.0  # a launcher, which nothing else resumes
+_STOPPED_SECONDS = 5.0  # for a launcher, which nothing else resumes
 
 
 def strike(
     case: Case, run: Run, processes: list["subprocess.Popen[str]"], saved: set[str]
 ) -> tuple[str, ...]:
-    """Do it; `kept` gets the checkpoints that were complete. Returns further words for reruns."""
+    """Cause the fault; add the newest complete checkpoint to `saved`; return settings of reruns."""
     if case.kind == "planted":
         return ()
     process = processes[0]
@@ -47,10 +47,10 @@ def strike(
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own there, with room for a run of the campaign."""
+    """Mount a file system at `folder`, with space for a run of the campaign."""
     folder.mkdir(exist_ok=True)
     if os.geteuid() != 0:
-        pytest.skip("to mount takes root")
+        pytest.skip("mounting needs root")
     mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "none", str(folder)]
     subprocess.run(mount, check=True)
     try:
@@ -60,7 +60,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def make_room(disk: Path) -> None:
-    """Take away what filled it."""
+    """Remove the file that fills the disk."""
     (disk / "filler").unlink(missing_ok=True)
 
 
@@ -72,7 +72,7 @@ def _cut(run: Run, seconds: float) -> None:
 
 
 def _lose(launcher: "subprocess.Popen[str]") -> None:
-    """All of a host at once."""
+    """Kill all processes of a host at once."""
     with contextlib.suppress(psutil.Error):
         result = psutil.Process(launcher.pid)
         for each in [*result.children(recursive=True), result]:
@@ -125,7 +125,7 @@ def _send(case: Case, run: Run, process: "subprocess.Popen[str]") -> None:
 
 
 def _damage(case: Case, run: Run, process: "subprocess.Popen[str]") -> tuple[str, ...]:
-    """Stop the run, and damage what it left, or start it again otherwise."""
+    """Stop the run and damage its files, or return other settings for its next start."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,5 +151,5 @@ def _flip_a_byte(file: Path) -> None:
 
 
 def _tear(file: Path) -> None:
-    """As a machine that lost its power leaves it: the last line is cut."""
+    """Cut the last line, as a machine that loses power may do."""
     os.truncate(file, file.stat().st_size - 7)

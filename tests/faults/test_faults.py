@@ -1,10 +1,10 @@
-"""Some cases of the campaign of faults; the whole of it is a command of its own."""
+"""Some cases of the fault campaign; `python -m tests.faults.campaign` runs any number."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.faults.campaign import PATIENCE, Sums, final_sums, one_case
+from tests.faults.campaign import PATIENCE, Sums, final_sums, run_case
 from tests.faults.cases import case_of
 from tests.faults.running import Run, codes_of
 
@@ -21,5 +21,5 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sums:
 
 @pytest.mark.parametrize("seed", range(_SEEDS))
 def test_a_disturbed_run_ends_rightly_and_goes_on(tmp_path: Path, undisturbed: Sums, seed: int):
-    result = one_case(case_of(seed), tmp_path / "case", undisturbed)
+    result = run_case(case_of(seed), tmp_path / "case", undisturbed)
     assert result["wrong"] == [], result

@@ -1,8 +1,8 @@
 """Damages files and calls the commands that read them: `python -m tests.fuzz.campaign SEED COUNT`.
 
-A process of its own, whose memory is bounded. Of every call it wants: one line and an exit code of
-a refusal, or the meaning that the undamaged file has; nothing written but where the call writes;
-an answer within SECONDS. It prints what was otherwise, a JSON object a line, and at last a count.
+It runs as a process whose memory is limited. Each call must succeed, or reject the file with an
+exit code of REFUSALS and a message, within SECONDS, and write only to its output directory.
+The command prints failures, one JSON object per line, and at last their number.
 """
 
 import faulthandler
@@ -40,7 +40,7 @@ from tests.hostile import (
 )
 
 SECONDS = 20
-MEMORY = 6 << 30  # bytes of addresses that a call may add
+MEMORY = 6 << 30  # bytes of address space that calls may add
 REFUSALS = (2, 4)
 
 Call = tuple[str, ...]
@@ -56,7 +56,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 class Campaign:
-    """Undamaged files, and the results of calls on them."""
+    """Undamaged files, and calls on damaged copies of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ class Campaign:
             "optimizer.lr: 1e-3\ndata.val_fraction: 0.1\n"
         )
 
-    def one(self, rng: random.Random) -> dict[str, Any] | None:
+    def run_case(self, rng: random.Random) -> dict[str, Any] | None:
         """Damage a file and call a command; return the failure, or None."""
         what = rng.choice(sorted(_TARGETS))
         source, damage, calls = _TARGETS[what]
@@ -223,7 +223,7 @@ def main(seed: str, count: int) -> None:
         os.environ["XDG_CACHE_HOME"] = f"{folder}-cache"
         campaign = Campaign(Path(folder))
         for number in range(count):
-            wrong = campaign.one(random.Random(f"{seed} {number}"))
+            wrong = campaign.run_case(random.Random(f"{seed} {number}"))
             if wrong is not None:
                 result += 1
                 print(json.dumps({"number": number, **wrong}), flush=True)

@@ -1,4 +1,4 @@
-"""Random damage to files by a seed: bytes, JSON values, lines."""
+"""Random damage to files, determined by a seed: bytes, JSON values, lines."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
 def damaged_value(content: Any, rng: random.Random) -> Any:
     """Return a JSON value with one inner value replaced, removed, renamed or doubled."""
     content = json.loads(json.dumps(content))
-    places = list(_places(content))
+    places = list(_paths(content))
     if not places:
         return rng.choice(ODD)
     holder, key = rng.choice(places)
@@ -60,12 +60,12 @@ def damaged_value(content: Any, rng: random.Random) -> Any:
     return content
 
 
-def _places(content: Any) -> Any:
+def _paths(content: Any) -> Any:
     entries = content.items() if isinstance(content, dict) else enumerate(content)
     for key, value in list(entries):
         yield content, key
         if isinstance(value, dict | list):
-            yield from _places(value)
+            yield from _paths(value)
 
 
 def damaged_json(content: bytes, rng: random.Random) -> bytes:

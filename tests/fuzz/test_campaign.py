@@ -1,4 +1,4 @@
-"""2,400 damaged files, each of which a command rejects or reads as before."""
+"""2,400 damaged files, each of which a command rejects or reads."""
 
 import json
 import random

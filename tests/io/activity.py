@@ -1,4 +1,4 @@
-"""The activities of a process, to look at while it works."""
+"""Collects the activities that a process shows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

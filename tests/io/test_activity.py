@@ -1,4 +1,4 @@
-"""Activities are shown on a terminal and in a log, and not in a quiet process."""
+"""Activities: a terminal and a log show them, a quiet process does not."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""The cores, ranks and threads of hosts of all kinds, from imitated files of the system."""
+"""Cores, ranks and threads of all kinds of hosts, from imitated system files."""
 
 import resource
 
@@ -68,7 +68,7 @@ def test_a_run_gets_the_ranks_and_threads_that_its_cores_allow(host, name):
     ranks = placed.launch.nproc_per_node or 0
     threads = int(placed.launch.rank_environment(ranks)["OMP_NUM_THREADS"])
     assert (resources.num_cores(), ranks, threads) == picks
-    assert assign_ranks(config).launch.nproc_per_node == ranks  # as is estimated
+    assert assign_ranks(config).launch.nproc_per_node == ranks  # as the estimate assumes
     assert notes_on_cores(placed) == ()
 
 
@@ -85,9 +85,7 @@ def test_more_threads_than_cores_are_told_and_no_number_is_refused(host, text, r
         with pytest.raises(UsageError, match=f"OMP_NUM_THREADS={text}: expected a number"):
             notes_on_cores(placed)
     else:
-        assert [each.split(" for one")[0] for each in notes_on_cores(placed)] == [error] * bool(
-            error
-        )
+        assert [x.split(" for one")[0] for x in notes_on_cores(placed)] == [error] * bool(error)
 
 
 @pytest.mark.parametrize(("allowed", "environ", "rank_1"), [
@@ -107,9 +105,7 @@ def test_ranks_share_the_cores_unless_their_launcher_has_divided_them(
 @pytest.mark.parametrize(("ranks", "limits", "after"), [
     (2, (64, 4096), 160), (8, (64, 256), 256), (1, (500, 4096), 500), (9, (64, 256), None),
 ])  # fmt: skip
-def test_few_open_files_are_raised_or_refused_before_a_run_is_opened(
-    monkeypatch, ranks, limits, after
-):
+def test_few_open_files_are_raised_or_refused_before_a_run_opens(monkeypatch, ranks, limits, after):
     limit = [limits]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limit[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, values: limit.append(values))

@@ -1,4 +1,4 @@
-"""Answers of the Hub, and its cache on this machine, lead to nothing else."""
+"""Malicious responses of the Hub, and its cache: no other host or file is accessed."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def refusals():
-    """Return the messages about a model and about data; nothing may be written elsewhere."""
+    """Return the errors about a model and about data, and check that no other file is written."""
     results = []
     for path, find in FINDERS.items():
         with pytest.raises(UsageError) as caught:
@@ -159,7 +159,7 @@ def test_a_cache_leads_nowhere_else(hub, file, content, args):
         cache_path = Path("hub", folder, file)
         if find is local_model and not cache_path.exists():
             continue  # a file of the data
-        cache_path.rename(f"hub/{folder}-away")  # where another repository may be
+        cache_path.rename(f"hub/{folder}-away")  # other repositories may be there
         if content is None:
             cache_path.symlink_to(Path("hub", f"{folder}-away").absolute())
         else:

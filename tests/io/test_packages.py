@@ -18,7 +18,7 @@ NAMES = {"requires": ["hydra-core>=1.3.2", "gguf; extra == 'dev'", "gguf>=0.17; 
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    """A directory that is imported from first, where `fsdpctl` requires what NAMES has."""
+    """A directory that is first on sys.path; `fsdpctl` has the requirements NAMES."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(metadata, "requires", lambda name: NAMES["requires"])
     return tmp_path

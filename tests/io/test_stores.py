@@ -1,4 +1,4 @@
-"""Which URLs are opened: settings may be of others."""
+"""URLs that may be opened: settings may come from other users."""
 
 import pytest
 

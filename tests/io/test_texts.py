@@ -1,4 +1,4 @@
-"""Names and values of others, as they are printed, and those that are refused."""
+"""Names and values from other users: how they are printed, and which are rejected."""
 
 import time
 

@@ -1,10 +1,10 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with an address of its own."""
+"""Several hosts on one machine: network namespaces with addresses, connected by a bridge."""
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,25 +14,23 @@ from tests.commands.run import environment
 
 
 class Hosts:
-    """They see each other's network only; files are shared, as on a cluster."""
+    """Hosts that see only the network between them; they share files, as on a cluster."""
 
-    def __init__(
-        self, names: Sequence[str], addresses: Sequence[str], links: Sequence[str]
-    ) -> None:
+    def __init__(self, names: list[str], addresses: list[str], links: list[str]) -> None:
         self.names, self.addresses, self._links = names, addresses, links
 
     def sent(self, host: int) -> int:
-        """Bytes that a host has put on its cable so far."""
+        """Return the bytes that a host has sent so far."""
         return int(Path(f"/sys/class/net/{self._links[host]}/statistics/rx_bytes").read_text())
 
     def plug(self, host: int, *, is_in: bool) -> None:
-        """Pull a host's cable, or put it back."""
+        """Plug or unplug a host's cable."""
         _ip("link", "set", self._links[host], "up" if is_in else "down")
 
     def start(
         self, host: int, *args: str, cwd: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """`fsdpctl` with these words on a host; what it says goes to one pipe."""
+        """Start `fsdpctl` on a host, with standard output and error in one pipe."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "fsdpctl", *args],
             cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -46,7 +44,7 @@ def _ip(*args: str) -> None:
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """So many of them; skipped where they may not be made."""
+    """Make hosts; skip the test if this machine does not permit it."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("hosts are network namespaces: they need root and iproute2")
     tag = os.getpid() % 10000
@@ -68,7 +66,7 @@ def hosts(count: int) -> Iterator[Hosts]:
             pytest.skip(f"no hosts can be made here: {error.stderr.strip()}")
         yield Hosts(names, addresses, [f"fsv{tag}-{host}" for host in range(count)])
     finally:
-        # Links go at once; those of a namespace that is deleted go some time later.
+        # Deleting a namespace deletes its links some time later: delete them at once.
         for host in range(count):
             args = ["ip", "link", "del", f"fsv{tag}-{host}"]
             subprocess.run(args, capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""A Slurm of one machine with two nodes, for as long as a test needs it."""
+"""A Slurm cluster of two nodes on this machine, for one test."""
 
 import os
 import shutil
@@ -31,20 +31,20 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """Its commands; both nodes are this machine."""
+    """Starts commands of a Slurm cluster whose two nodes are this machine."""
 
     def __init__(self, root: Path) -> None:
         self._env = {**environment(), "SLURM_CONF": str(root / "slurm.conf")}
 
     def start(self, *args: str, cwd: Path) -> "subprocess.Popen[str]":
-        """One of its commands; what it says goes to one pipe."""
+        """Start a command, with standard output and error in one pipe."""
         return subprocess.Popen(
             args, cwd=cwd, env=self._env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def run(self, *args: str, cwd: Path) -> str:
-        """The same to its end, which must be a good one."""
+        """Run a command, which must succeed, and return its output."""
         started = self.start(*args, cwd=cwd)
         out, _ = started.communicate(timeout=60)
         assert started.returncode == 0, out
@@ -53,10 +53,10 @@ class Slurm:
 
 @contextmanager
 def slurm(root: Path) -> Iterator[Slurm]:
-    """With munge and two node daemons; the test is skipped where they are not installed."""
+    """Start munge, the controller and two node daemons; skip the test if one is not installed."""
     if os.geteuid() != 0 or not all(map(shutil.which, _PROGRAMS)):
         pytest.skip("needs root, and Slurm and munge to be installed")
-    root.chmod(0o755)  # munge insists
+    root.chmod(0o755)  # munge requires it
     (root / "state").mkdir()
     key = root / "munge.key"
     key.write_bytes(os.urandom(1024))

@@ -1,4 +1,4 @@
-"""Where ranks meet."""
+"""Addresses and ports of the rendezvous."""
 
 import contextlib
 import re
@@ -75,7 +75,7 @@ def test_node_0_may_start_later():
 
 
 def test_nothing_of_the_package_unpickles():
-    """Neither messages nor files are unpickled."""
+    """The package unpickles neither messages nor files."""
     forbidden = ("pickle", "all_gather_object", "broadcast_object", "torch.load(", "eval(", "exec(")
     results = [
         (module, arg)

@@ -1,4 +1,4 @@
-"""What a start says before it prepares anything."""
+"""Lines that a start prints before it prepares anything."""
 
 import pytest
 

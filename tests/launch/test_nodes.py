@@ -1,4 +1,4 @@
-"""Several machines: they meet, train as one would, stop together, and say what happened."""
+"""Several nodes: handshake, losses as on one node, common stops, and reports of failures."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from tests.commands.run import TINY, figures, fsdpctl, make_text
 from tests.commands.test_interruptions import ended, has_stepped, wait_for
 from tests.launch.hosts import Hosts, hosts
 
-# A batch that two, three and four ranks divide.
+# Two, three and four ranks divide this batch.
 SMALL = [each.replace("batch_size=8", "batch_size=12") for each in TINY]
 
 
@@ -45,7 +45,7 @@ def free_endpoint() -> str:
 
 
 def alone(folder: Path, ranks: int, *args: str) -> list[Any]:
-    """The figures of the same run on one machine."""
+    """Return the figures of the same run on one machine."""
     run = folder / "one"
     typed = [*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={run}", *args]
     done = fsdpctl("train", *typed, f"launch.nproc_per_node={ranks}", cwd=folder)
@@ -63,7 +63,7 @@ def launches(nodes: int, endpoint: str) -> list[LaunchConfig]:
 
 
 def together(count: int, act: Callable[[NodeLauncher], object]) -> list[Future[object]]:
-    """What becomes of `act` on each node, of which none leaves before all have acted."""
+    """Call `act` on each node, of which none leaves before all have acted; return the results."""
     seen: list[NodeLauncher] = []
 
     def on_node(launch: LaunchConfig) -> object:
@@ -72,7 +72,7 @@ def together(count: int, act: Callable[[NodeLauncher], object]) -> list[Future[o
 
     with ThreadPoolExecutor(count) as pool:
         results = [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
-    for each in sorted(seen, key=lambda nodes: -nodes.node_rank):  # the store goes last
+    for each in sorted(seen, key=lambda nodes: -nodes.node_rank):  # the store's node leaves last
         each.leave()
     return results
 
@@ -87,7 +87,7 @@ def test_all_nodes_start_if_all_can(tmp_path: Path) -> None:
         return meeting.accept(lambda plan: describe_difference(plan, launch, "node")).run_dir
 
     assert [each.result() for each in together(3, act)] == [str(tmp_path)] * 3
-    assert not list(tmp_path.iterdir())  # what they looked for is gone
+    assert not list(tmp_path.iterdir())  # the handshake file is removed
 
 
 def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
 
     def act(nodes: NodeLauncher) -> object:
         if nodes.node_rank == 1:
-            nodes.is_reporter = False  # its launcher is gone, without a word
+            nodes.is_reporter = False  # as if its launcher had been killed
             return None
         result = nodes.exchange_outcomes(0, NodeOutcome((failure,) if nodes.node_rank == 2 else ()))
         failed = nodes.node_rank == 2 or nodes.has_failed_elsewhere(0)
@@ -204,9 +204,7 @@ OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.9", "fd00::9", "fe80::9%eth0
     ("host:1", [("::1", 1, 0, 0)], OWN, "fd00::9"),
     ("host:1", [("127.0.1.1", 1)], {"lo": ["127.0.0.1"], "eth0": ["fd00::9"]}, "fd00::9"),
 ])  # fmt: skip
-def test_an_endpoint_may_be_of_either_family(
-    monkeypatch, endpoint, known, local_addresses, expected
-):
+def test_an_endpoint_is_of_either_family(monkeypatch, endpoint, known, local_addresses, expected):
     results = [(0, 0, 0, "", address) for address in known]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: results)
     monkeypatch.setattr("fsdpctl.launch.addresses._addresses_by_interface", lambda: local_addresses)
@@ -235,7 +233,7 @@ def test_an_unknown_interface_is_named() -> None:
     (None, False, None), ("eth7", False, "=eth7"), (None, True, "=eth7"),
 ])  # fmt: skip
 def test_nccl_gets_an_interface_only_if_the_user_names_one(monkeypatch, named, is_alone, expected):
-    """On several nodes; otherwise nccl.conf and InfiniBand decide. A single node uses loopback."""
+    """Without `launch.interface`, nccl.conf and InfiniBand decide; one node uses loopback."""
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     launch = LaunchConfig(nproc_per_node=1, interface=named)
     monkeypatch.setattr("fsdpctl.launch.workers.interface_of", lambda address: "eth7")
@@ -272,7 +270,7 @@ def test_several_hosts_train_like_one_machine(tmp_path, nodes, ranks, strategy):
         ends = list(map(ended, _start(machines, tmp_path, *args, f"launch.nproc_per_node={ranks}")))
     assert [code for code, _ in ends] == [0] * nodes, ends
     if strategy.startswith("hybrid"):
-        args.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
+        args.append(f"strategy.dp_shard_size={ranks}")  # one replica per host
     assert figures(tmp_path / "run") == alone(tmp_path, nodes * ranks, *args)
 
 

@@ -1,4 +1,4 @@
-"""Which failure the others follow from."""
+"""The failure that caused the failures of other ranks."""
 
 import signal
 from collections.abc import Callable
@@ -20,12 +20,12 @@ SPOKEN = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
 
 
 @pytest.mark.parametrize(("others", "cause"), [
-    # It timed out: the agent has stopped the other one half a minute later.
+    # Rank 0 timed out; the agent killed rank 1 half a minute later.
     ([failure(1, -signal.SIGKILL, at=130)], failure(0, 1, TIMED_OUT)),
     ([failure(0, 1, "Connection closed by peer [127.0.0.1]:1")], failure(1, -signal.SIGKILL)),
     ([failure(0, 1, "Connection reset by peer")], SPOKEN),
     ([failure(0, 1, "a rank has ended while this one waited for gradients of rank 1")], SPOKEN),
-    # As where the process group of a failed rank cannot end before its peers give up.
+    # Peers give up first if the process group of the failed rank cannot end.
     ([failure(rank, -signal.SIGABRT, at=700) for rank in range(3)],
      failure(3, -signal.SIGKILL, "CUDA out of memory")),
     # Clocks of hosts differ.

@@ -1,4 +1,4 @@
-"""Ranks that fail are started again, with those that are left, from the newest checkpoint."""
+"""The launcher restarts failed and remaining ranks from the newest checkpoint."""
 
 import contextlib
 import signal
@@ -18,13 +18,13 @@ from tests.launch.test_nodes import _start, alone
 
 pytestmark = pytest.mark.slow
 _SECONDS = 180
-SIZE = "train.global_batch_size=12"  # that two and three ranks divide
+SIZE = "train.global_batch_size=12"  # two and three ranks divide it
 
 
 def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
     results = []
     for each in psutil.Process(launcher.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
             if "fsdpctl.training.worker" in each.cmdline():
                 results.append(each)
     return results
@@ -56,7 +56,7 @@ def test_a_hung_rank_is_named_and_restarted(tmp_path):
     assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in out
     assert "stopped by a signal" in out
     stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
-    assert "fsdpctl/training/trainer.py" in stacks  # where the other one waited
+    assert "fsdpctl/training/trainer.py" in stacks  # in which rank 1 waited
 
 
 def test_an_invalid_configuration_is_not_restarted(tmp_path):
@@ -70,7 +70,7 @@ def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
     wait_for(has_stepped(tmp_path, 30))
     seen: set[int] = set()
     deadline = time.monotonic() + _SECONDS
-    while len(seen) < 2:  # in the first round, and in the second as soon as it is there
+    while len(seen) < 2:  # kill rank 1 in the first round and at the start of the second
         assert time.monotonic() < deadline
         for each in _workers(started)[1:]:
             if each.pid not in seen:

@@ -1,4 +1,4 @@
-"""Under a real Slurm of one machine: both ways to start, preemption, and back in the queue."""
+"""Runs under a real Slurm on one machine: both ways to start, preemption and requeueing."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ _SECONDS = 120
 
 
 def slurm_args(folder: Path, *more: str) -> list[str]:
-    """Both nodes are this machine, so that their names lead nowhere."""
+    """Return the arguments of a run; its endpoint is set since node names do not resolve here."""
     return [
         "train", "launch=slurm", *SMALL, f"data.path={make_text(folder)}",
         f"train.run_dir={folder / 'run'}", f"launch.rdzv_endpoint={free_endpoint()}", *more,
@@ -39,7 +39,7 @@ def test_both_launchers_train_normally(tmp_path, tasks, more):
 
 
 def _submit(cluster: Slurm, folder: Path) -> str:
-    """The example's job, for this machine: no GPUs, few cores, and our own program."""
+    """Submit the job of the example, changed for this machine: no GPUs, few cores."""
     text = _SCRIPT.read_text()
     for option in ("--gpus-per-node=8", "--cpus-per-task=64", "--time=24:00:00"):
         assert f"#SBATCH {option}\n" in text

@@ -1,4 +1,4 @@
-"""Ranks that stand still: who it is, and what is said of it."""
+"""Hung ranks: the one that others wait for, and the report."""
 
 import signal
 import subprocess
@@ -40,7 +40,7 @@ def state(rank: int, **changes: object) -> RankState:
 def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
     path = make_status_file(3, tmp_path)
     pulse = RankStatusPage()
-    pulse.at("nowhere")  # nobody reads it yet
+    pulse.at("nowhere")  # written before the page is open
     pulse.open(path, 1)
     pulse.at("forward blocks.3", 7)
     pulse.mark_waiting(begins=True)
@@ -78,9 +78,7 @@ def started(**counts: int) -> dict[str, object]:
     ([started(world=4), {**BUSY, **UNRESPONSIVE}, {}, UNRESPONSIVE], [1]),
     ([EXITED, {}], [0]), ([{**EXITED, **BUSY}, BUSY], []),  # finished
 ])  # fmt: skip
-def test_the_ranks_that_the_others_wait_for(
-    changes: list[dict[str, object]], blamed: list[int]
-) -> None:
+def test_ranks_that_others_wait_for(changes: list[dict[str, object]], blamed: list[int]) -> None:
     assert blamed_ranks([state(rank, **each) for rank, each in enumerate(changes)]) == blamed
 
 
@@ -121,7 +119,7 @@ def test_hung_ranks_are_named_and_killed(tmp_path, monkeypatch):
         codes = [each.wait(timeout=20) for each in processes]
     assert "rank 1" in watch.hang
     assert "stopped by a signal" in watch.hang
-    # The first was asked for its stack, which this program does not know how to write.
+    # SIGUSR2 asks rank 0 for its stack; a process without a handler ends.
     assert codes == [-signal.SIGUSR2, -signal.SIGKILL]
 
 
@@ -151,7 +149,7 @@ def test_a_page_that_is_being_written_is_not_a_hang(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_launcher_that_was_suspended_does_not_blame_its_ranks(tmp_path, monkeypatch):
-    """A launcher that was stopped for a while, and its ranks with it."""
+    """A late poll, as after a suspension, counts as at most _LONGEST_POLL seconds."""
     monkeypatch.setattr("fsdpctl.launch.watchdog._POLL_SECONDS", 0.6)
     monkeypatch.setattr("fsdpctl.launch.watchdog._LONGEST_POLL", 0.1)
     processes = [_sleeper(), _sleeper()]
@@ -177,7 +175,7 @@ def test_ranks_that_outlive_a_killed_rank_are_killed(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_that_make_progress_are_not_killed(tmp_path, monkeypatch):
-    """Such as to complete a checkpoint, once another rank has failed."""
+    """A rank may complete a checkpoint after another rank has failed."""
     monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.6)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=2):
@@ -195,12 +193,12 @@ def test_ranks_that_make_progress_are_not_killed(tmp_path, monkeypatch):
 @distributed(world_size=2)
 def test_the_recorder_identifies_the_rank_that_is_behind(rank, world_size):
     group = dist.new_group(list(range(world_size)), group_desc="gathers")
-    for _ in range(3 - rank):  # rank 1 does not begin the last one
+    for _ in range(3 - rank):  # rank 1 does not start the last all-reduce
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
     result = read_record()
     (count,) = (count for name, count in result.started.items() if name.endswith("gathers"))
     assert count == 3 - rank
-    dist.barrier()  # both have looked
+    dist.barrier()  # both ranks have read the record
     if rank == 0:
         assert "all_reduce of 2 in" in result.pending
     else:

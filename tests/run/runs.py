@@ -1,4 +1,4 @@
-"""Run directories as a run leaves them, made without a run."""
+"""Makes run directories like those of a run, without a run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The files that a run keeps of its model and tokenizer."""
+"""The files of the model and tokenizer that a run stores."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model card of an export: what the run says, and nothing of the machine."""
+"""The model card of an export: facts of the run, and none of the machine."""
 
 import json
 

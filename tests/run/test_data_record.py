@@ -1,4 +1,4 @@
-"""A run continues with the data of its earlier steps only; others are named by their files."""
+"""A run resumes only with the data of its earlier steps; an error names changed files."""
 
 import json
 
@@ -40,7 +40,7 @@ def started(args, resume="auto"):
 
 @pytest.fixture(params=KINDS)
 def run(request, tmp_path, monkeypatch):
-    """The kind of data, and settings of a run with a checkpoint at step 2 of 4."""
+    """Make a run with a checkpoint at step 2 of 4; return its kind of data and settings."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d").mkdir()
     (tmp_path / "t").mkdir()
@@ -71,7 +71,7 @@ def test_a_dry_run_and_a_start_name_the_file_that_has_changed_and_the_way_on_wor
     new = [*args[:-1], "train.run_dir=NEW"]
     assert "it would run" in invoke("train", *new, "--dry-run", "--resume", "R")[1]
     assert started(new, "R").step == 2
-    assert started(new).step == 2  # before it has a checkpoint of its own
+    assert started(new).step == 2  # the new run has no checkpoint yet
     data = prepare(compose_config(new)).data
     assert data_record.recorded_fingerprint(tmp_path / "NEW") == data.fingerprint
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-160])

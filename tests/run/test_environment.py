@@ -1,4 +1,4 @@
-"""environment.json: what each start of a run used."""
+"""environment.json: the software and hardware of each start of a run."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_the_record_is_that_of_the_newest_start(tmp_path):
     write_start_events(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
     assert made_progress(tmp_path, 1)
     assert not made_progress(tmp_path, 2)
-    add_start(tmp_path, {})  # of another launcher, whose first restart is still to come
+    add_start(tmp_path, {})  # another launcher, before its first restart
     assert not made_progress(tmp_path, 1)
 
 
@@ -120,7 +120,7 @@ def test_the_commit_is_found_in_packed_refs_detached_heads_and_worktrees(checkou
     assert git_commit(checkout) == expected
     git(checkout, "checkout", "--quiet", "--detach")
     assert git_commit(checkout) == expected
-    odd = tmp_path / os.fsdecode("a\nb\u2028c".encode())  # also where names are ASCII
+    odd = tmp_path / os.fsdecode("a\nb\u2028c".encode())  # also if the locale is ASCII
     git(checkout, "worktree", "add", "--quiet", str(odd), "main")
     assert git_commit(odd) == expected
 

@@ -30,7 +30,7 @@ def test_heartbeats_are_written_while_nothing_happens(tmp_path):
     assert (first.pid, first.step, first.is_alive) == (os.getpid(), None, True)
 
     def is_later() -> bool:
-        record = read_heartbeat(tmp_path)  # whole, whenever it is looked at
+        record = read_heartbeat(tmp_path)  # complete at every read
         assert record is not None
         return record.time > first.time + 0.05
 

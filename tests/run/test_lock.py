@@ -50,7 +50,7 @@ def test_a_running_launcher_is_named(tmp_path, hold):
 
 def test_the_remaining_process_of_a_killed_launcher_is_named(tmp_path, hold, monkeypatch):
     monkeypatch.setattr(run_lock, "_WIND_DOWN_SECONDS", 0.5)
-    (tmp_path / "lock").write_text("1")  # a process that lives, and holds nothing
+    (tmp_path / "lock").write_text("1")  # a live process that holds no lock
     process = hold("rank")
     psutil.Process(process.pid).suspend()
     waited = []
@@ -67,7 +67,7 @@ def test_remaining_processes_are_waited_for(tmp_path, hold):
 
 
 def test_a_lock_file_that_its_holder_has_removed_locks_nothing(tmp_path, monkeypatch):
-    """Another launcher has opened the file, and gets it once the holder has given up."""
+    """A launcher that opened the file before its holder removed it locks a new file."""
     run_dir = tmp_path / "run"
     opened = RunLock.__init__
 

@@ -1,4 +1,4 @@
-"""A run directory that somebody else prepared: no link in it is followed, no pipe is waited for."""
+"""A run directory of another user: fsdpctl follows no link in it and waits for no pipe."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ WAYS = ("link", "dangling link", "hard link", "pipe")
 
 
 def put(path: Path, way: str, outside: Path) -> None:
-    """Put something that leads outside in the place of a file or directory."""
+    """Replace a file or directory by a link or pipe that leads outside."""
     is_folder = path.is_dir() and not path.is_symlink()
     shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)

@@ -31,7 +31,7 @@ CHATML = (
 
 
 def make_chat_model(folder: Path, family: str, **settings: Any) -> Path:
-    """A directory as transformers writes it, with a tokenizer and ChatML."""
+    """Write a model directory as transformers does, with a tokenizer and ChatML."""
     if family in FAMILIES:
         save_model(family, folder)
     else:
@@ -56,7 +56,7 @@ def make_chat_model(folder: Path, family: str, **settings: Any) -> Path:
 
 
 def make_chats(file: Path, count: int = 300) -> Path:
-    """Conversations of one to three turns."""
+    """Write conversations of one to three turns."""
     draw = random.Random(0)
     lines = []
     for _ in range(count):
@@ -73,7 +73,7 @@ def make_chats(file: Path, count: int = 300) -> Path:
 
 
 def summed_alone(model: Any, rows: Samples, number: int) -> tuple[Tensor, int]:
-    """The loss of a row, its documents one by one, and how many targets it has."""
+    """Return the summed loss of a row, computed per document, and the number of its targets."""
     sample = rows[number]
     tokens, targets = torch.from_numpy(sample.tokens), torch.from_numpy(sample.targets)
     total = torch.zeros(())
@@ -87,7 +87,7 @@ def summed_alone(model: Any, rows: Samples, number: int) -> tuple[Tensor, int]:
 
 
 def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
-    """Of each step of a plain loop in one process over the rows of a resolved run."""
+    """Train in one process on the rows of a resolved run; return the loss of each step."""
     rows = open_data(config.data, config.train.seed).train.samples(config.train.seq_len)
     plan = plan_batches(config.train.global_batch_size, 1)
     batches = Batches(rows, plan, config.train.seed, 1 << 20)
@@ -120,6 +120,6 @@ def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
     return results
 
 
-def opened_by_transformers(folder: Path) -> Any:
-    """To be trained in float32, without dropout."""
+def open_in_transformers(folder: Path) -> Any:
+    """Open a model for training in float32 without dropout."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

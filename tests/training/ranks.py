@@ -34,7 +34,7 @@ from tests.distributed import distributed
 
 LOWEST = 8
 CPU = torch.device("cpu")
-Plants = Mapping[int, tuple[str, int]]  # by batch of the data: what, and on which rank
+Plants = Mapping[int, tuple[str, int]]  # by number of the batch: what to plant, and on which rank
 
 
 class _BadGradient(torch.autograd.Function):
@@ -70,7 +70,7 @@ def run_args(folder: Path, ranks: int, *more: str) -> list[str]:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """What a run wrote to its metrics."""
+    """Return the lines of the metrics file of a run."""
     return [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
 
 
@@ -142,8 +142,8 @@ def train(
     try:
         with plant(trainer, plants), valley:
             trainer.run()
-    except FsdpctlError as found:
-        error = f"{found.exit_code} {found}"
+    except FsdpctlError as raised:
+        error = f"{raised.exit_code} {raised}"
     errors = trainer.parts.model.collectives.all_gather_values(error)
     assert len(set(errors)) == 1, errors
     assert isinstance(trainer.parts.model, ShardedModel)

@@ -1,4 +1,4 @@
-"""The length, the size and the number of steps that follow from the data."""
+"""Sequence length, batch size and number of steps that follow from the data."""
 
 import json
 
@@ -81,8 +81,8 @@ def test_text_keeps_the_usual_numbers(tmp_path):
     assert many.global_batch_size == 20
 
 
-def of_text(tmp_path, count: int, *args: str, ranks: int = 2) -> Composed:
-    """Text for a model with a tokenizer of its own, whose tokens are not bytes."""
+def composed_text(tmp_path, count: int, *args: str, ranks: int = 2) -> Composed:
+    """Return a run on text for a model whose tokenizer has longer tokens than bytes."""
     folder = write_tokenizer(tmp_path / "model", "chatml")
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 4096}
@@ -95,13 +95,13 @@ def of_text(tmp_path, count: int, *args: str, ranks: int = 2) -> Composed:
     return compose_config([*fixed, *args])
 
 
-@pytest.mark.parametrize(("result", "count", "args"), [
+@pytest.mark.parametrize(("make", "count", "args"), [
     (composed, 50, ["train.epochs=2"]), (composed, 300, ["train.epochs=1", "data.packing=false"]),
-    (composed, 300, ["train.tokens=40000"]), (of_text, 3000, ["train.epochs=1"]),
-    (of_text, 9000, ["train.epochs=0.5", "train.seq_len=64"]),
+    (composed, 300, ["train.tokens=40000"]), (composed_text, 3000, ["train.epochs=1"]),
+    (composed_text, 9000, ["train.epochs=0.5", "train.seq_len=64"]),
 ])  # fmt: skip
-def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, result, count, args):
-    config = result(tmp_path, count, *args)
+def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, make, count, args):
+    config = make(tmp_path, count, *args)
     resolved, estimator = prepare(config).config.train, Estimator()
     placed = estimator.prepare(config).config
     known = placed.train.seq_len, placed.train.global_batch_size
@@ -111,24 +111,22 @@ def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, result, c
 
 
 @pytest.mark.parametrize("to", [1, 2, 3])
-@pytest.mark.parametrize(("result", "count", "args", "begun_on"), [
-    (of_text, 9000, ["train.steps=6", "train.steps=12", "data.val_fraction=0"], 1),
+@pytest.mark.parametrize(("make", "count", "args", "ranks"), [
+    (composed_text, 9000, ["train.steps=6", "train.steps=12", "data.val_fraction=0"], 1),
     (composed, 300, ["train.epochs=0.5", "train.epochs=4"], 2),
-    (of_text, 9000, ["train.steps=500", "train.steps=40", "train.seq_len=16"], 24),
+    (composed_text, 9000, ["train.steps=500", "train.steps=40", "train.seq_len=16"], 24),
 ])  # fmt: skip
 def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
-    tmp_path, monkeypatch, result, count, args, begun_on, to
+    tmp_path, monkeypatch, make, count, args, ranks, to
 ):
     monkeypatch.chdir(tmp_path)
     first, longer, *more = args
-    begun = make_run_plan(
-        prepare(result(tmp_path, count, first, *more, ranks=begun_on)).config
-    ).config
+    begun = make_run_plan(prepare(make(tmp_path, count, first, *more, ranks=ranks)).config).config
     run_dir = tmp_path / str(begun.train.run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(config_to_yaml(begun))
     (run_dir / "overrides.txt").write_text(first)
-    wanted = result(tmp_path, count, longer, *more, ranks=to)
+    wanted = make(tmp_path, count, longer, *more, ranks=to)
     plan = make_run_plan(inspect_run_dir(prepare(wanted).config, "auto").config)
     names = ("train.run_dir", "train.seq_len", "train.global_batch_size",
             "lr_scheduler.warmup_steps", "optimizer.lr")  # fmt: skip

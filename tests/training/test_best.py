@@ -62,7 +62,7 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         assert validated == {step: 1 + abs(step - 8) for step in range(2, 16, 2)}
         assert best_of(folder / "run") == "step-00000008"
         there = {each.name for each in (folder / "run" / CHECKPOINTS).glob("step-*")}
-        assert there == {"step-00000008", "step-00000014"}  # three validations later
+        assert there == {"step-00000008", "step-00000014"}  # patience: 3 validations
         assert open_best(str(folder / "run")).manifest.progress.step == 8
         status = read_status(folder / "run")
         why = "no lower validation loss since step 8 (train.patience=3)"
@@ -87,7 +87,7 @@ def no_links(*options: object) -> None:
 
 @pytest.mark.parametrize("has_links", [True, False])
 @distributed(world_size=1)
-def test_a_copy_that_follows_links_goes_on_as_the_run(
+def test_a_copy_that_follows_links_continues_the_run(
     rank, world_size, has_links, tmp_path, monkeypatch
 ):
     run, copy = tmp_path / "run", tmp_path / "copy"

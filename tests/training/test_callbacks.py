@@ -1,4 +1,4 @@
-"""The end of a run, which callbacks share, and its journal."""
+"""The end of a run, in which callbacks take part, and its journal."""
 
 import shutil
 import time
@@ -86,7 +86,7 @@ def test_ranks_end_together_once_the_upload_is_done(
 def test_ranks_that_end_together_do_not_disturb_a_save_in_progress(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 still writes its part when a step is rejected, and rank 0 waits for it."""
+    """Rank 0 waits for rank 1, which still writes its shard when a step is rejected."""
     write_rank, has_ended = save._write_rank, Event()
 
     def write_slowly(*args: Any) -> Any:
@@ -134,7 +134,7 @@ def test_values_reach_the_trackers_and_a_failed_tracker_is_lines(tmp_path, monke
     warnings = [f"step 5: {warning}", "step 6: odd", "step 4: saved, but late"]
     assert read_start_events(tmp_path)[-1].warnings == warnings
     journal.close_metrics()
-    journal.warn("late")  # of a thread, after the end
+    journal.warn("late")  # as from a thread, after the end
 
 
 @pytest.mark.parametrize("way", ["deleted", "moved", "replaced"])

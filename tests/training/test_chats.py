@@ -1,4 +1,4 @@
-"""Training on conversations is a plain loop over them, on any number of ranks, packed or not."""
+"""Training on conversations: losses of a plain loop, on any number of ranks, packed or not."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from fsdpctl.run.directory import read_config
 from tests.commands.run import figures, fsdpctl
-from tests.training.chats import make_chat_model, make_chats, opened_by_transformers, plain_losses
+from tests.training.chats import make_chat_model, make_chats, open_in_transformers, plain_losses
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -20,21 +20,20 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def trained(folder: Path, family: str, ranks: int, *args: str, name: str = "run") -> Path:
-    """A run in `folder`, of a model and chats that are made where they are not there."""
+def trained(folder: Path, family: str, ranks: int, *more: str, name: str = "run") -> Path:
+    """Train in `folder`, which gets a model and chats if it has none; return the run directory."""
     if not (folder / "model").exists():
         make_chat_model(folder / "model", family)
         make_chats(folder / "chat.jsonl")
-    options = {
+    typed = {
         "model": "hf", "model.path": "model", "data": "chat", "data.path": "chat.jsonl",
         "train.seq_len": "64", "train.global_batch_size": "7", "train.steps": str(STEPS),
         "optimizer.lr": "1e-3", "lr_scheduler.warmup_steps": "2", "train.sample_tokens": "8",
         "train.run_dir": name, "launch.nproc_per_node": str(ranks), "data.val_fraction": "0.1",
-        "checkpoint.every": "4", **dict(arg.split("=", 1) for arg in args),
+        "checkpoint.every": "4", **dict(arg.split("=", 1) for arg in more),
     }  # fmt: skip
-    done = fsdpctl(
-        "train", *(f"{key}={value}" for key, value in options.items() if value), cwd=folder
-    )
+    args = [f"{key}={value}" for key, value in typed.items() if value]
+    done = fsdpctl("train", *args, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / name
 
@@ -44,7 +43,7 @@ def losses(run: Path) -> list[float]:
 
 
 def check_losses(folder: Path, run: Path) -> list[float]:
-    expected = plain_losses(opened_by_transformers(folder / "model"), read_config(run), STEPS)
+    expected = plain_losses(open_in_transformers(folder / "model"), read_config(run), STEPS)
     assert losses(run) == pytest.approx(expected, rel=1e-5)
     return expected
 
@@ -68,7 +67,7 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks, more):
     ],
 )  # fmt: skip
 def test_decoders_of_transformers_train_on_chats(tmp_path, family, packs):
-    """Also where documents that share a sequence would see one another."""
+    """Families whose layers cannot separate packed documents train without packing."""
     run = trained(tmp_path, family, 2, "model=hf")
     assert read_config(run).data.packing is (None if packs else False)
     check_losses(tmp_path, run)
@@ -103,7 +102,7 @@ def test_an_exported_model_stops_at_the_end_of_a_message(tmp_path):
     assert done.returncode == 0, done.stderr
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert ends[0] == 2  # <|im_end|>
-    theirs = opened_by_transformers(tmp_path / "out")
+    theirs = open_in_transformers(tmp_path / "out")
     assert theirs.generation_config.eos_token_id == ends
 
 
@@ -115,7 +114,7 @@ def test_a_chat_renders_messages_as_in_training(tmp_path):
     assert (done.returncode, done.stdout) == (0, "dog\n"), done.stderr
     exported = fsdpctl("consolidate-checkpoint", str(run), "out", cwd=tmp_path)
     assert exported.returncode == 0, exported.stderr
-    theirs = opened_by_transformers(tmp_path / "out")
+    theirs = open_in_transformers(tmp_path / "out")
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     messages = [{"role": "user", "content": "dog"}]
     kwargs = {"add_generation_prompt": True, "return_tensors": "pt"}

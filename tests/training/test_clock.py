@@ -1,4 +1,4 @@
-"""The phases of a step in time, and in a profile."""
+"""The durations of a step's phases, and profiles."""
 
 import json
 import time
@@ -24,7 +24,7 @@ from tests.engine.models import make_net, next_token_loss, token_batches
 
 
 def test_waiting_does_not_count_as_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 4.0, 5.0, 6.0, 6.5, 8.5])  # the clock, at every look
+    now = iter([0.0, 1.0, 4.0, 5.0, 6.0, 6.5, 8.5])  # what each call of the clock returns
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     waits = HostWaits()
     clock = StepClock(torch.device("cpu"), waits.take)
@@ -44,7 +44,7 @@ def test_a_rank_counts_the_time_it_waits_for_others(rank: int, world_size: int) 
         model = shard_model(make_net(tied=False), strategy)
         model.mesh.take_waits()
         if rank == 0:
-            time.sleep(0.2)  # the other one has to wait so long
+            time.sleep(0.2)  # rank 1 has to wait for rank 0
         next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
         waited = model.mesh.take_waits()()
         assert (waited >= 0.15) == (rank == 1), (strategy, waited)

@@ -1,4 +1,4 @@
-"""Cycles of Python objects: when a run collects them, and what is left of that."""
+"""Garbage collection of Python objects: the steps at which a run collects, and the state after."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ class Cycle:
 
 
 class Litter(Callback):
-    """Leaves a cycle in every step, and objects as a rank does that has more to allocate."""
+    """A callback that leaves a reference cycle in every step; rank 1 allocates more objects."""
 
     def __init__(self) -> None:
         self.left: list[weakref.ref[Cycle]] = []
@@ -69,4 +69,4 @@ def test_what_was_alive_is_visited_again_after_the_block():
     with synchronized_gc():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
-    gc.freeze()  # as the suite has it
+    gc.freeze()  # as the test suite does

@@ -1,4 +1,4 @@
-"""What is printed while a run goes on ends nothing."""
+"""Output of a run: a terminal or pipe that is closed does not end the run."""
 
 import errno
 import os
@@ -93,9 +93,7 @@ def test_what_steers_a_terminal_is_not_printed():
 @pytest.mark.parametrize(("args", "unbuffered"), [
     (("--help",), ""), (("list", "--json"), "1"), (("list",), ""),
 ])  # fmt: skip
-def test_a_full_disk_is_an_error_of_every_command_and_a_reader_that_exits_is_none(
-    tmp_path, args, unbuffered
-):
+def test_a_full_disk_is_an_error_and_a_reader_that_exits_is_none(tmp_path, args, unbuffered):
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100))
     read, write = os.pipe()
     os.close(read)

@@ -1,4 +1,4 @@
-"""Runs whose ranks share samples have the losses of runs whose ranks have their own."""
+"""Context parallelism: ranks that share samples have the losses of ranks that do not."""
 
 import random
 import shutil
@@ -38,7 +38,7 @@ def figures(run_dir: Path) -> list[tuple[float, float, int]]:
     return [(each["loss"], each["grad_norm"], each["tokens"]) for each in steps]
 
 
-def run_words(folder: Path, ranks: int, shared: int, *more: str, key: str = SHARED) -> list[str]:
+def shared_args(folder: Path, ranks: int, shared: int, *more: str, key: str = SHARED) -> list[str]:
     args = [*FP32, *more, f"{key}={shared}", f"train.run_dir={folder / f'shared-{shared}'}"]
     sized = any(arg.startswith("model.path=") for arg in more)
     typed = run_args(folder, ranks, *args)
@@ -46,11 +46,9 @@ def run_words(folder: Path, ranks: int, shared: int, *more: str, key: str = SHAR
     return [arg for arg in tiny if not (sized and arg == "data.val_fraction=0")]
 
 
-def check_alike(
-    folder: Path, ranks: int, shares: Sequence[int], *more: str, key: str = SHARED
-) -> None:
+def check_alike(folder: Path, ranks: int, shares: list[int], *more: str, key: str = SHARED) -> None:
     """Check that runs have equal losses, whatever number of ranks shares samples."""
-    runs = [run_words(folder, ranks, shared, *more, key=key) for shared in shares]
+    runs = [shared_args(folder, ranks, shared, *more, key=key) for shared in shares]
     train_each(world_size=ranks, runs=runs)
     first, *others = (figures(folder / f"shared-{shared}") for shared in shares)
     assert len(first) == STEPS
@@ -61,7 +59,7 @@ def check_alike(
 
 
 def chats(folder: Path, family: str) -> list[str]:
-    """Settings of a run on chats in packed sequences."""
+    """Return the settings of a run on chats in packed sequences."""
     make_chat_model(folder / "model", family)
     file = make_chats(folder / "chats.jsonl", 60)
     return [f"model.path={folder / 'model'}", "data=chat", f"data.path={file}",
@@ -87,7 +85,7 @@ def test_losses_are_those_of_ranks_with_samples_of_their_own(tmp_path, more):
 
 
 def _mean_of_rank(model: Any, batch: Any, *options: Any) -> Any:
-    """The loss as if every rank had as many targets."""
+    """Compute the loss as if all ranks had the same number of targets."""
     result = _summed(model, batch, *options)
     return result * batch.targets.numel() / max(1, int((batch.targets >= 0).sum()))
 
@@ -104,19 +102,19 @@ def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", fast("llama", slow=["qwen3_moe"]))
 def test_packed_chats_whose_answers_are_on_few_ranks(tmp_path, family):
-    """A mean over each rank's answers is another loss."""
+    """A mean over the answers of each rank would be a different loss."""
     more = ["model=hf", "activation_checkpointing=full", *chats(tmp_path, family)]
     check_alike(tmp_path, 2, [1, 2], *more)
     right = figures(tmp_path / "shared-2")
     shutil.rmtree(tmp_path / "shared-2")
-    train_with_means(typed=run_words(tmp_path, 2, 2, *more, "train.self_check=off"))
+    train_with_means(typed=shared_args(tmp_path, 2, 2, *more, "train.self_check=off"))
     assert abs(figures(tmp_path / "shared-2")[0][1] / right[0][1] - 1) > 1e-2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_any_split_of_the_samples_has_the_same_losses(tmp_path, seed):
-    """Over ranks, micro-batches and ranks that share a sample."""
+    """Samples are split over ranks, micro-batches and ranks that share a sample."""
     draw = random.Random(seed)
     ranks = draw.choice([2, 3, 4])
     heads = 12
@@ -133,7 +131,7 @@ def test_any_split_of_the_samples_has_the_same_losses(tmp_path, seed):
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number(tmp_path):
-    """As closely as rounding allows."""
+    """The figures of the resumed run differ only by rounding."""
 
     def run(folder: str, steps: int, shared: int) -> list[str]:
         return run_args(tmp_path, 2, *FP32, f"train.run_dir={tmp_path / folder}",

@@ -1,4 +1,4 @@
-"""Runs with adapters: what PEFT computes, at any number of ranks, saved without their base."""
+"""Runs with adapters: losses of PEFT on any number of ranks, and checkpoints without the base."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ ALSO = "model.lora.also"
 
 
 def lora_args(folder: Path, ranks: int, *more: str, family: str = "llama") -> list[str]:
-    """Of a run on the model of `family`, in which every step has the same learning rate."""
+    """Return the settings of a run on a model of `family` with a constant learning rate."""
     base = folder / "base"
     if not base.is_dir():
         save_model(family, base)
@@ -81,7 +81,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def losses_of_peft(config: Config, folder: Path) -> list[float]:
-    """A plain loop in one process."""
+    """Train with PEFT in one process; return the loss of each step."""
     lora, seed = config.model.lora, config.train.seed
     model = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
@@ -169,7 +169,7 @@ def test_an_export_opens_in_peft_and_merged_in_transformers(tmp_path, family, tr
 
 @pytest.mark.slow
 def test_validation_changes_nothing(tmp_path):
-    """Not even with dropout."""
+    """Validation does not change the random numbers of dropout."""
     typed = lora_args(tmp_path, 2, "model.lora.dropout=0.2", "data.val_fraction=0.1")
     without = run([*typed, "train.eval_every=0"], 2, tmp_path / "without")
     shutil.rmtree(tmp_path / "run")
@@ -180,7 +180,7 @@ def test_validation_changes_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("offset", "passes"), [(0, ()), (100_000, ("sample", "evaluate"))])
 def test_another_base_is_rejected(tmp_path, monkeypatch, offset, passes):
-    """At the latest before a save, if the byte is between the samples that others compare."""
+    """If the change is between the samples that a start compares, a save detects it."""
     monkeypatch.setitem(FAMILIES, "wide", LlamaConfig(**_SIZES | {"vocab_size": 12000}))
     typed = lora_args(tmp_path, 1, "train.steps=1", family="wide")
     run(typed, 1, tmp_path / "state")
@@ -249,7 +249,7 @@ def test_only_trained_parameters_are_saved(tmp_path):
     ([], [1, 3]), (["model.base_dtype=nf4"], [1, 3]), (["model.lora.dropout=0.2"], []),
 ])  # fmt: skip
 def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more, others):
-    """Bit for bit on as many as before, where dropout too draws the same."""
+    """The same number of ranks has the same bits, with dropout too."""
     whole = run(lora_args(tmp_path, 2, *more), 2, tmp_path / "whole")
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "run")
@@ -267,7 +267,7 @@ def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, more, others):
 
 @pytest.mark.slow
 def test_a_run_with_adapters_can_be_continued_over_a_skipped_step(tmp_path):
-    """Its adapters are trained on."""
+    """A run that starts from a run with adapters trains these."""
     run(lora_args(tmp_path, 2), 2, tmp_path / "first")
     before = torch.load(tmp_path / "first")
     typed = [
@@ -341,7 +341,7 @@ def test_a_slice_of_a_merged_weight_equals_the_slice_of_the_whole(trained_llama)
     (r"1\.mlp", [f"model.layers.1.mlp.{each}_proj" for each in ("down", "gate", "up")]),
 ])  # fmt: skip
 def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
-    """It begins with what the adapters give, and not with those that are drawn."""
+    """The run starts from the stored adapters, not from random ones."""
     typed = lora_args(tmp_path, 2, f"model.lora.targets={targets}")
     first = run(typed, 2, tmp_path / "first")
     write_peft(newest(tmp_path), tmp_path / "adapters")
@@ -358,7 +358,7 @@ def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a base model and of adapters for it."""
+    """The folder of a base model and adapters for it."""
     folder = tmp_path_factory.mktemp("adapters")
     write_adapters(folder, resolved(lora_args(folder, 1)))
     return folder
@@ -394,12 +394,10 @@ def test_unsupported_adapters_are_rejected(tmp_path, adapters, change, error):
 
 
 def write_adapters(folder: Path, config: Config) -> Path:
-    """As PEFT writes them."""
+    """Write adapters with PEFT."""
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    options = peft.LoraConfig(
-        r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    peft.get_peft_model(base, options).save_pretrained(folder / "adapters")
+    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft.get_peft_model(base, lora).save_pretrained(folder / "adapters")
     return folder / "adapters"
 
 
@@ -408,9 +406,7 @@ def test_the_adapter_replaces_the_rank_of_a_recipe_but_conflicts_with_a_typed_on
     with pytest.raises(UsageError, match="model.lora.rank=8: model.lora.path=.* has 4"):
         resolved(lora_args(adapters, 1, "model.lora.rank=8", path))
     recipe = adapters / "recipe.yaml"
-    recipe.write_text(
-        "model: hf\nmodel.lora: {rank: 16, alpha: 2, dropout: 0.5, targets: q_proj}\n"
-    )
+    recipe.write_text("model: hf\nmodel.lora: {rank: 9, alpha: 2, dropout: 0.5, targets: q_proj}\n")
     typed = [arg for arg in lora_args(adapters, 1) if not arg.startswith(("model=", "model.lora"))]
     composed = compose_config([*typed, path], str(recipe))
     lora = composed.config.model.lora

@@ -1,4 +1,4 @@
-"""The loss in chunks: the same loss and gradients, and never more logits than a chunk's."""
+"""The loss in chunks: the same loss and gradients, and at most the logits of one chunk."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_chunks_give_the_same_loss_and_gradients(tied: bool, chunk: int) -> None
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that the softmax of any logits had."""
+    """Records the most elements that a softmax of logits had."""
 
     numel = 0
 

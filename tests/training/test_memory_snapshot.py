@@ -1,4 +1,4 @@
-"""What is kept of a failure for want of a device's memory."""
+"""The memory snapshot that an out-of-memory error leaves."""
 
 from pathlib import Path
 
@@ -14,9 +14,7 @@ LACKS = "CUDA out of memory. Tried to allocate 2.00 GiB."
     (torch.OutOfMemoryError(LACKS), True, True), (torch.OutOfMemoryError(LACKS), False, False),
     (RuntimeError(LACKS), True, False),
 ])  # fmt: skip
-def test_an_error_for_want_of_memory_names_its_snapshot(
-    tmp_path, monkeypatch, error, has_room, is_named
-):
+def test_out_of_memory_errors_name_a_snapshot(tmp_path, monkeypatch, error, has_room, is_named):
     def dump(path: str) -> None:
         if not has_room:
             raise OSError("no space left")
@@ -37,7 +35,7 @@ def test_allocations_are_recorded_on_cuda_only(monkeypatch):
     watch_allocations(torch.device("cpu"))
     assert calls == []
     watch_allocations(torch.device("cuda"))
-    assert calls[0]["stacks"] == "python"  # those of C++ cost many times more
+    assert calls[0]["stacks"] == "python"  # stacks of C++ cost many times more
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""metrics.jsonl: written by one start, cut back by the next, read by everything."""
+"""metrics.jsonl: a start writes it, and the next start cuts it to the resumed step."""
 
 import errno
 import json
@@ -59,7 +59,7 @@ def test_the_reader_distinguishes_missing_from_non_finite_values(path: Path):
 
 def test_lines_of_several_threads_stay_whole(path: Path):
     file = MetricsFile(path, 0)
-    line = {"step": 1, "loss/x": "x" * 20_000}  # more than is written at once
+    line = {"step": 1, "loss/x": "x" * 20_000}  # more than one write
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(file.write, [line] * 200))

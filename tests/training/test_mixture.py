@@ -1,4 +1,4 @@
-"""A run on a mixture: what it writes, that it resumes exactly, and its evaluation."""
+"""A run on a mixture: its metrics, exact resuming and evaluation."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_a_mixture_is_reported_by_source_and_resumes_to_the_bit(tmp_path):
     of_parts, of_whole = (
         [each for each in figures(tmp_path / run) if each[0] != 20 or each[1]]
         for run in ("parts", "whole")
-    )  # without the validation at the end of the first part, which is over all data
+    )  # except for the validation over all data at the end of the first part
     assert of_parts == of_whole
     train("two", 40, 2)
     pairs = zip(figures(tmp_path / "two"), figures(tmp_path / "whole"), strict=True)

@@ -1,4 +1,4 @@
-"""Runs whose tokenizer gets new tokens: their rows, their files, and resuming bit for bit."""
+"""Runs that add tokens to the tokenizer: embedding rows, files, and exact resuming."""
 
 import json
 import re
@@ -32,7 +32,7 @@ LORA = ["model.lora.rank=4", "model.lora.also=embed_tokens,lm_head"]
 
 
 def make_base(folder: Path, family: str) -> Path:
-    """A chat model without the tokens that its template writes, and with a row for each other."""
+    """Make a chat model whose tokenizer lacks the tokens NEW of its template; it has ROWS rows."""
     make_chat_model(folder, family)
     file = folder / "tokenizer.json"
     options = json.loads(file.read_text())
@@ -123,7 +123,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, famil
 @pytest.mark.parametrize("saved", fast([], slow=[["embed_tokens"]]))
 @pytest.mark.parametrize("has_new", fast(True, slow=[False]))
 def test_adapters_use_their_tokenizer_if_it_has_new_tokens(tmp_path, saved, has_new):
-    """The base has rows to spare for the new tokens."""
+    """The base model has spare rows for the new tokens."""
     base, adapters = make_base(tmp_path / "base", "llama"), tmp_path / "adapters"
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(NEW if has_new else [], special_tokens=True)

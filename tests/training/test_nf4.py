@@ -1,4 +1,4 @@
-"""Adapters over a base in NF4: what one process computes, the same bytes on any number of ranks."""
+"""Adapters over a base in NF4: losses of one process, and the same bytes on any number of ranks."""
 
 import shutil
 from pathlib import Path
@@ -35,7 +35,7 @@ FOUR_BITS = "model.base_dtype=nf4"
 
 
 def dequantized_base(typed: list[str], folder: Path) -> Path:
-    """The folder of a base whose matrices have the values that they have in training."""
+    """Write a base whose matrices have the dequantized values of training; return its folder."""
     model = build_model(resolved(typed).model)
     shapes, packing = quantized_shapes(model), quant_format_of(model)
     assert packing is not None
@@ -44,7 +44,7 @@ def dequantized_base(typed: list[str], folder: Path) -> Path:
     weights = load_file(file)
     assert shapes
     for name, shape in shapes.items():
-        stored = next(each for each in weights if name.endswith(each))  # without its prefix
+        stored = next(each for each in weights if name.endswith(each))  # stored without the prefix
         packed = packing.quantize(weights[stored])
         weights[stored] = packing.dequantize(packed, shape, torch.float32)
     save_file(weights, file, {"format": "pt"})
@@ -74,11 +74,10 @@ def test_losses_are_those_of_peft_on_the_dequantized_base(tmp_path, family, rank
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
 @distributed()
 def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(rank, world_size):
-    """Drawn weights: each rank has its part of what quantizing the whole gives."""
+    """The quantized random weights equal those that one process quantizes."""
     more = [f"launch.nproc_per_node={world_size}", "launch.device=cpu", "model.vocab_size=64"]
-    config = stored_config(
-        assign_ranks(compose_config(["model.lora.rank=2", FOUR_BITS, *more]).config)
-    )
+    composed = compose_config(["model.lora.rank=2", FOUR_BITS, *more])
+    config = stored_config(assign_ranks(composed.config))
     model = make_model(config, torch.device("cpu"))
     shapes = quantized_shapes(model.module)
     with recording(model) as events:
@@ -86,19 +85,15 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(r
     gathered = {each.unit: each.nbytes for each in events if each.kind is EventKind.GATHER}
     state = model.state_dict()
     for block in (name for name in gathered if name.startswith("model.layers.")):
-        unit_shapes = {
-            name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")
-        }
-        packed = sum(NF4.num_bytes(rows * columns) for rows, columns in unit_shapes.values())
-        assert packed == pytest.approx(
-            0.5161 * sum(a * b for a, b in unit_shapes.values()), rel=1e-3
-        )
+        in_unit = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")}
+        packed = sum(NF4.num_bytes(rows * columns) for rows, columns in in_unit.values())
+        assert packed == pytest.approx(0.5161 * sum(a * b for a, b in in_unit.values()), rel=1e-3)
         rest = [
             value.numel()
             for name, value in state.items()
-            if name.startswith(f"{block}.") and name not in unit_shapes
+            if name.startswith(f"{block}.") and name not in in_unit
         ]
-        padding = 64 * (len(rest) + len(unit_shapes) + 3 * world_size)  # at most, in elements
+        padding = 64 * (len(rest) + len(in_unit) + 3 * world_size)  # most elements of padding
         assert 0 <= gathered[block] - packed - 4 * sum(rest) <= 4 * padding
     for name, shape in shapes.items():
         whole = torch.empty(shape)
@@ -140,9 +135,8 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     run(typed, 2, tmp_path / "state")
     reader = newest(tmp_path)
     assert {reader.info(key).dtype for key in reader.manifest.tensors} == {"F32", "U8"}
-    estimate = Estimator().estimate(
-        make_run_plan(prepare(compose_config(typed), ESTIMATE_ROLE).config)
-    )
+    prepared = prepare(compose_config(typed), ESTIMATE_ROLE)
+    estimate = Estimator().estimate(make_run_plan(prepared.config))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]
@@ -157,7 +151,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
-    """Merged, it is what was trained; the adapters alone open in PEFT, over any base."""
+    """The merged export equals the trained model; PEFT opens the adapters over another base."""
     folder = trained if family == "llama" else tmp_path
     if family != "llama":
         run(lora_args(folder, 2, FOUR_BITS, family=family), 2, folder / "state")
@@ -165,9 +159,7 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     for name, *options in (("adapters", "--format", "peft"), ("merged", "--merge")):
         code, out = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
         assert code == 0, out
-    assert (
-        f"NF4 weights that they were trained with; the weights in {folder / 'base'} differ" in out
-    )
+    assert f"NF4 weights that they were trained with; the weights in {folder}/base differ" in out
     base_dir = dequantized_base(typed, folder) / "base"
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
@@ -195,7 +187,7 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
         load_weights(initial_weights(config.model, model.module, 0), model)
 
     load()
-    Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
+    Path("/proc/self/clear_refs").write_text("5")  # imports have allocated their memory before
     before = peak_bytes()
     load()
     held = peak_bytes() - before

@@ -1,4 +1,4 @@
-"""Runs with states in host memory, or moments in another dtype: resumed, killed, with adapters."""
+"""Runs with states in host memory or moments in another dtype: resuming, kills and adapters."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def typed_for(folder: Path, ranks: int, *more: str) -> list[str]:
 def run(
     folder: Path, ranks: int, *more: str, **kwargs: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of all steps and the weights."""
+    """Train; return the losses of all steps and the weights."""
     typed, file = typed_for(folder, ranks, *more), folder / "weights.pt"
     train(world_size=ranks, typed=typed, plants={}, result=str(file), **kwargs)
     assert Path(f"{file}.error").read_text() == ""
@@ -49,7 +49,7 @@ def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @distributed(timeout=60)
 def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float) -> None:
-    """Kill all ranks within the host's part of a step, when the first units have new weights."""
+    """Train, and kill all ranks in the host's part of a step, after the first units are updated."""
     right, trainer = HostStates._step, new_trainer(typed)
     done = 0
 
@@ -71,7 +71,7 @@ def killed(rank: int, world_size: int, typed: list[str], last: int, slow: float)
     (1, 6, ["strategy.offload=all"]),
     slow=[
         (2, 5, ["strategy.offload=states,gradients"]),
-        (2, 4, ["strategy.offload=all", "checkpoint.mode=async"]),  # while it is written
+        (2, 4, ["strategy.offload=all", "checkpoint.mode=async"]),  # while a checkpoint is written
         (3, 5, ["strategy.offload=states", "strategy=shard_optimizer", "precision=bf16"]),
     ],
 ))  # fmt: skip

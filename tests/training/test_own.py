@@ -1,4 +1,4 @@
-"""A module, a loss and data of a script: the same steps as one process, on any ranks."""
+"""The module, loss and data of a script: any number of ranks trains like one process."""
 
 import copy
 import signal
@@ -71,7 +71,7 @@ class Stream(IterableDataset[int]):
 
 
 class Noisy(Measurements):
-    """Samples that differ each time, by two generators."""
+    """Samples with random numbers of torch and NumPy, which differ each time."""
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         result = super().__getitem__(number)
@@ -111,9 +111,7 @@ def trained(
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @distributed()
-def test_ranks_train_as_one_process(
-    rank: int, world_size: int, strategy: str, tmp_path: Path
-) -> None:
+def test_ranks_train_like_one(rank: int, world_size: int, strategy: str, tmp_path: Path) -> None:
     args = [f"strategy={strategy}", "train.micro_batch_size=2", "accumulation=last"]
     folder = tmp_path / "run"
     torch.manual_seed(0)
@@ -154,16 +152,16 @@ def test_ranks_train_as_one_process(
 @distributed()
 def test_an_interruption_changes_no_bit(rank: int, world_size: int, tmp_path: Path) -> None:
     def begin() -> nn.Module:
-        torch.manual_seed(rank)  # the values of rank 0 count
+        torch.manual_seed(rank)  # all ranks start with the values of rank 0
         return Changing()
 
-    data, looks = Noisy(37, seed=1), 0
+    data, polls = Noisy(37, seed=1), 0
     expected = trained(tmp_path / "whole", begin(), data, "checkpoint.keep_best=true")
 
     def soon() -> bool:
-        nonlocal looks
-        looks += 1
-        return looks >= 2 + world_size  # after the third step, or before a validation
+        nonlocal polls
+        polls += 1
+        return polls >= 2 + world_size  # after the third step, or before a validation
 
     for stop in (soon, bool):
         losses = trained(tmp_path / "cut", begin(), data, "checkpoint.keep_best=true", stop=stop)
@@ -178,7 +176,7 @@ def test_an_interruption_changes_no_bit(rank: int, world_size: int, tmp_path: Pa
 
 
 def measured(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, ...]:
-    """The loss of the example, and sums of every kind; the last one in training only."""
+    """Return the loss of the example and named sums of every type, one of them in training only."""
     total, count = squared_error(model, batch)
     size = len(batch["time"])
     sums = {"same": total, "size": size, "half": np.float32(size / 2), "known": count}
@@ -218,22 +216,20 @@ def test_names_that_differ_between_ranks_or_passes_are_refused(
 ) -> None:
     calls = 0
 
-    def differing(of: Callable[[], str]) -> Any:
-        return lambda model, batch: (*squared_error(model, batch), {of(): 1})
+    def named(name: Callable[[], str]) -> Any:
+        return lambda model, batch: (*squared_error(model, batch), {name(): 1})
 
     def counting() -> str:
         nonlocal calls
         calls += 1
         return f"c{calls > 3}"
 
-    for number, (of, message) in enumerate((
+    for number, (name, message) in enumerate((
         (lambda: f"r{rank}", f"loss: rank {rank} has sums named r{rank}, rank {1 - rank} r"),
         (counting, "loss: expected sums named cFalse, as in its first call, got cTrue"),
     )):  # fmt: skip
         with pytest.raises(UsageError) as error:
-            trained(
-                tmp_path / str(number), Model(8, 1), Measurements(37, seed=1), loss=differing(of)
-            )
+            trained(tmp_path / str(number), Model(8, 1), Measurements(37, seed=1), loss=named(name))
         assert str(error.value).startswith(message)
 
 
@@ -393,7 +389,7 @@ def test_the_modes_of_a_script_stay(name: str) -> None:
 
 
 class Tabled(nn.Module):
-    """A module whose own buffers, and a tensor of its forward, are float32, complex and whole."""
+    """A module whose own buffers, and a tensor of its forward, are float32, complex and integer."""
 
     table: Tensor
     turn: Tensor

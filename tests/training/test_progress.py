@@ -1,4 +1,4 @@
-"""What a run says while it waits."""
+"""Progress lines of a run, FLOPs and memory."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_peaks_are_found_by_device_name(name, peak):
 
 
 def test_flops_are_counted_as_in_torchtitan():
-    """57.9 GFLOP a token for Llama 3 8B at 8,192, which agrees with its log."""
+    """torchtitan's log has 57.9 GFLOP per token for Llama 3 8B at 8,192 tokens."""
     config = compose_config(["model=llama3_8b"]).config.model
     assert flops_per_token(config, 8_030_261_248, 8192) == pytest.approx(57.9e9, rel=1e-3)
     args = ["model=llama3_8b", "model.overrides.tie_word_embeddings=true"]
@@ -99,7 +99,7 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
 @pytest.mark.parametrize(("args", "expected"), [
     (["model.overrides.tie_word_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
     (["model.overrides.tie_word_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
-    # Of what is frozen no gradient is computed: 4 a parameter.
+    # Frozen parameters have no gradient: 4 FLOP per parameter.
     (["model.overrides.tie_word_embeddings=false", "model.trainable=lm_head"],
      6 * 101 * 32 + 4 * _LAYERS + _ATTENTION),
     (["model.overrides.tie_word_embeddings=false", "model.lora.rank=2",

@@ -1,4 +1,4 @@
-"""A non-finite or spiking step on one rank: all ranks reject it, and it is recorded."""
+"""A non-finite or spiking step on one rank: all ranks reject and record the step."""
 
 from pathlib import Path
 from typing import Any
@@ -26,35 +26,34 @@ from tests.training.ranks import CPU, Plants, lines, resolved, run_args, train
 STEPS, BAD = 10, 6  # the batch of step 7; the newest checkpoint before it is that of step 4
 
 
-def ran(
+def train_with_plants(
     folder: Path, typed: list[str], plants: Plants, **kwargs: Any
 ) -> tuple[dict[str, Tensor], str]:
-    """The weights that all ranks come to, and what it ended with."""
+    """Train with plants; return the last weights and the error."""
     ranks = int(next(arg for arg in typed if "nproc" in arg).split("=")[1])
     file = str(folder / "weights.pt")
     train(world_size=ranks, typed=typed, plants=plants, result=file, **kwargs)
     return torch.load(file), Path(f"{file}.error").read_text()
 
 
-def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
-    """Of one process that sees these batches of the data, one a step, as so many ranks."""
+def reference(typed: list[str], numbers: list[int]) -> dict[str, Tensor]:
+    """Train in one process like all ranks on numbered batches, one per step; return the state."""
     config = resolved(typed)
     ranks = config.launch.nproc_per_node or 0
     data = open_data(config.data)
     plan = plan_batches(config.train.global_batch_size, ranks)
-    dealt = Batches(
-        data.train.samples(config.train.seq_len), plan, config.train.seed, data.vocab_size
-    )
+    samples = data.train.samples(config.train.seq_len)
+    batches = Batches(samples, plan, config.train.seed, data.vocab_size)
     nominal = plan.micro_batch_size * config.train.seq_len
 
     def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
         number, rank = tokens.tolist()
-        batch = dealt.training(number * plan.global_batch_size, rank, 0)
+        batch = batches.training(number * plan.global_batch_size, rank, 0)
         return summed_loss(module, batch, CPU, config.train.loss_chunk_tokens or 0) / nominal
 
-    places = [[[torch.tensor([each, rank])] for rank in range(ranks)] for each in batches]
+    inputs = [[[torch.tensor([each, rank])] for rank in range(ranks)] for each in numbers]
     module = make_model(config, CPU, strategy="no_shard").unwrap()
-    return train_reference(module, loss_of, places)
+    return train_reference(module, loss_of, inputs)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
@@ -77,13 +76,13 @@ def typed_for(folder: Path, ranks: int, *more: str) -> list[str]:
 SEEN = [each for each in range(STEPS) if each != BAD]
 
 
-# With a lag of 1, as on CUDA, the next step is under way when this one is looked at.
+# With a lag of 1, as on CUDA, the next step is in flight when this one is checked.
 @pytest.mark.slow
 @matrix(what=["loss", "gradient"], lag=[0, 1])
 @pytest.mark.parametrize("ranks", fast(2, slow=[3]))
 def test_the_weights_are_those_of_one_process_without_the_rejected_step(tmp_path, ranks, what, lag):
     typed = typed_for(tmp_path, ranks, "train.on_nonfinite=skip")
-    weights, error = ran(tmp_path, typed, {BAD: (what, 1)}, lag=lag)
+    weights, error = train_with_plants(tmp_path, typed, {BAD: (what, 1)}, lag=lag)
     assert error == ""
     assert same(weights, reference(typed, SEEN))
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
@@ -100,24 +99,24 @@ def test_the_weights_are_those_of_one_process_without_the_rejected_step(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("what", fast("gradient", slow=["loss"]))
 def test_a_run_stops_on_every_rank(tmp_path, what):
-    _, error = ran(tmp_path, typed_for(tmp_path, 2), {BAD: (what, 1)})
+    _, error = train_with_plants(tmp_path, typed_for(tmp_path, 2), {BAD: (what, 1)})
     assert error.startswith(f"76 step {BAD + 1}: ")
     assert "rejected, training stops" in error
     assert ("rank 1" in error, [each["action"] for each in recorded(tmp_path)]) == (True, ["stop"])
     again = typed_for(tmp_path, 2, "train.on_nonfinite=skip")  # from step 4
-    weights, error = ran(tmp_path, again, {BAD: (what, 1)})
+    weights, error = train_with_plants(tmp_path, again, {BAD: (what, 1)})
     assert error == ""
     assert same(weights, reference(again, SEEN))
-    assert [each["action"] for each in recorded(tmp_path)] == ["stop", "skip"]  # neither is cut off
+    assert [each["action"] for each in recorded(tmp_path)] == ["stop", "skip"]  # neither is removed
 
 
 @pytest.mark.slow
 def test_rejected_steps_are_counted_over_starts(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "train.max_skips=2")
     plants: Plants = {2: ("loss", 0), 5: ("gradient", 1), 8: ("loss", 1)}
-    _, error = ran(tmp_path, typed, plants, stops_at=8)
+    _, error = train_with_plants(tmp_path, typed, plants, stops_at=8)
     assert error.startswith("75 stopped at step 8 of")
-    _, error = ran(tmp_path, typed, plants)
+    _, error = train_with_plants(tmp_path, typed, plants)
     assert error.startswith("76 step 9: ")
     assert "train.max_skips=2" in error
     assert [(e["number"], e["action"]) for e in recorded(tmp_path)] == [
@@ -136,10 +135,10 @@ def test_spikes_are_found_and_a_resumed_run_finds_the_same(tmp_path, what):
         folder = tmp_path / name
         folder.mkdir()
         typed = typed_for(folder, 2, "train.on_nonfinite=skip", *SPIKES)
-        weights, error = ran(folder, typed, {44: (what, 1)}, **options)
+        weights, error = train_with_plants(folder, typed, {44: (what, 1)}, **options)
         if name == "halves":
             assert error.startswith("75 stopped at step 42 of 48")
-            weights, error = ran(folder, typed, {44: (what, 1)})
+            weights, error = train_with_plants(folder, typed, {44: (what, 1)})
         assert error == ""
         ends[name] = weights, recorded(folder)
     weights, ((result), *others) = ends["whole"]
@@ -169,9 +168,9 @@ def after(losses: list[float], **kwargs: Any) -> RejectionRule:
 
 def test_a_limit_needs_32_values_and_knows_none_of_the_last_step():
     losses = [2.0 + 0.1 * (step % 2) for step in range(33)]
-    assert after(losses[:32]).limits(33) == SpikeLimits()  # 31 are known then
+    assert after(losses[:32]).limits(33) == SpikeLimits()  # 31 of them are known
     assert after(losses).limits(34).loss == pytest.approx(2.05 + 5 * 1.4826 * 0.05)
-    later = after([*losses, 1000.0])  # which was accepted
+    later = after([*losses, 1000.0])  # an accepted spike
     assert later.limits(35).loss == pytest.approx(after(losses).limits(35).loss)
 
 
@@ -205,7 +204,7 @@ def test_the_help_and_the_page_tell_the_window():
 @pytest.mark.slow
 def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "strategy=shard_grad_op")
-    ran(tmp_path, typed, {BAD: ("loss", 1)}, lag=1)
+    train_with_plants(tmp_path, typed, {BAD: ("loss", 1)}, lag=1)
     code, out = invoke("data", "--run", str(tmp_path / "run"), "--step", str(BAD + 1))
     assert code == 0, out
     (records,) = recorded(tmp_path)

@@ -112,7 +112,7 @@ def test_files_are_looked_for_once_a_second_and_reported_once(tmp_path, monkeypa
     monkeypatch.setattr(time, "monotonic", lambda: now)
     result = collector(tmp_path)
     touch(tmp_path / SAVE, BEFORE)
-    assert result.poll() == RequestFlags()  # it has just looked
+    assert result.poll() == RequestFlags()  # it has just polled
     now += 1.0
     assert result.poll() == RequestFlags(save=True)
     now += 1.0

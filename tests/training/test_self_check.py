@@ -49,7 +49,7 @@ def _divided(*options: Any, plain: Any = decoder_loss.summed_loss) -> Any:
 
 @contextmanager
 def _divided_everywhere() -> Iterator[None]:
-    """The loss is divided in the function itself."""
+    """Halve the loss in all modules that compute it."""
     with ExitStack() as stack:
         for module in (validation_loss, train_step, self_check):
             stack.enter_context(mock.patch.object(module, "summed_loss", _divided))
@@ -57,12 +57,12 @@ def _divided_everywhere() -> Iterator[None]:
 
 
 def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
-    """The heads of a rank in the place of another rank's."""
+    """Give a rank the heads of another rank."""
     return heads_to_tokens(mixed, context).roll(1, dims=1)
 
 
 def _shifted_in_parts(*options: Any, plain: Any = Batches._read_rows) -> Any:
-    """The targets of a rank's tokens, as if these were a row."""
+    """Shift the targets within a rank's tokens, as if these were a row."""
     batch = plain(*options)
     if batch.context is not None:
         batch.targets[:, :-1] = batch.tokens[:, 1:]
@@ -94,12 +94,10 @@ SHARED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-def _found(typed: list[str], folder: str, plant: Any) -> str:
+def _error_of(typed: list[str], folder: str, plant: Any) -> str:
     """Return the error of a run with a plant, or an empty string."""
-    with (
-        plant,
-        mock.patch.object(decoder_check, "_shared_rows_problem", return_value=""),
-    ):  # finds some of them
+    # The check of shared rows would detect some plants first.
+    with plant, mock.patch.object(decoder_check, "_shared_rows_problem", return_value=""):
         trainer = new_trainer([*typed, f"train.run_dir={folder}"])
         try:
             trainer.run()
@@ -113,16 +111,16 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
     """Train with each plant and without one."""
     for name in names:
         plant, expected = {**TEXT, **SHARED}[name]
-        result = _found(typed, f"{folder}/{name}", plant())
+        result = _error_of(typed, f"{folder}/{name}", plant())
         assert expected in result, (name, result)
-    assert not _found(typed, f"{folder}/none", mock.patch.dict({}))
+    assert not _error_of(typed, f"{folder}/none", mock.patch.dict({}))
     assert read_starts(Path(folder, "none"))[-1]["record"]["self_check"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["[offload:2,full:1]", "full:4", "[selective:3]"])
 def test_blocks_of_several_treatments_pass(blocks, tmp_path):
-    """The copy has fewer blocks than have these treatments."""
+    """The copy of the check has fewer blocks than these settings name."""
     more = ["train.steps=2", "train.self_check=auto", "model.num_layers=4"]
     typed = run_args(tmp_path, 2, *more, f"activation_checkpointing.blocks={blocks}")
     check(world_size=2, typed=typed, folder=str(tmp_path), names=[])
@@ -138,9 +136,7 @@ def test_mistakes_are_found(tmp_path):
 def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
     more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2",
             "train.seq_len=128"]  # fmt: skip
-    check(
-        world_size=2, typed=run_args(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED)
-    )
+    check(world_size=2, typed=run_args(tmp_path, 2, *more), folder=str(tmp_path), names=[*SHARED])
 
 
 def _at_step(number: int, change: Callable[[float], float]) -> Any:
@@ -195,7 +191,7 @@ def check_unchanged(rank: int, world_size: int, typed: list[str], folder: str) -
                 stack.enter_context(plant())
             last = dict(arg.split("=", 1) for arg in [*typed, *more.split()])
             settings = [f"{key}={value}" for key, value in last.items()]
-            assert not _found(settings, f"{folder}/{number}", mock.patch.dict({})), name
+            assert not _error_of(settings, f"{folder}/{number}", mock.patch.dict({})), name
         written = read_starts(Path(folder, str(number)))[-1]["record"].get("self_check", [])
         results = [each.split()[2] for each in written if "changed no weight" in each]
         assert results == list(map(str, expected)), name
@@ -235,4 +231,4 @@ def test_families_of_transformers_pass(rank, world_size, family, tmp_path):
         "train.global_batch_size=2", "train.steps=1", "train.self_check=auto", "precision=fp32",
         "launch.nproc_per_node=1", "launch.device=cpu", "train.sample_tokens=0",
     ]  # fmt: skip
-    assert not _found(typed, f"{tmp_path}/run", mock.patch.dict({}))
+    assert not _error_of(typed, f"{tmp_path}/run", mock.patch.dict({}))

@@ -1,4 +1,4 @@
-"""Programs that get the numbers of a run, real ones where they are installed."""
+"""Trackers of a run; the real programs if they are installed."""
 
 import json
 import sys
@@ -33,32 +33,32 @@ def configured(*names: str) -> Config:
 BOTH = configured("tensorboard", "wandb")
 
 
-class Heard:
-    """A tracker that keeps what it gets, and has stored the loss of some steps before."""
+class FakeTracker:
+    """A tracker that collects its calls and has already stored the loss of the steps `stored`."""
 
     def __init__(self) -> None:
         self.fails_at = ""
         self.stored: Container[int] = ()
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def is_stored(self, step: int, name: str) -> bool:
         return step in self.stored
 
     def log(self, step: int, figures: Any) -> None:
-        self.heard.append((step, dict(figures)))
+        self.calls.append((step, dict(figures)))
         if self.fails_at == "log":
             raise RuntimeError("lost the\nconnection")
 
     def close(self, *, succeeded: bool) -> None:
-        self.heard.append("closed")
+        self.calls.append("closed")
         if self.fails_at == "close":
             raise RuntimeError("lost")
 
 
 @pytest.fixture
 def tools(monkeypatch):
-    """Two trackers, of which the second may be made to fail."""
-    one, other = Heard(), Heard()
+    """Two trackers, of which a test may let the second fail."""
+    one, other = FakeTracker(), FakeTracker()
     monkeypatch.setitem(trackers._TRACKERS, "tensorboard", lambda *about: one)
     monkeypatch.setitem(trackers._TRACKERS, "wandb", lambda *about: other)
     return one, other
@@ -69,11 +69,11 @@ def test_trackers_get_the_numbers_of_each_line(tmp_path, tools):
     both.log_line(LINE)
     both.log_line({"step": 4, "warning": "odd"})
     both.close(succeeded=True)
-    assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
+    assert [each.calls for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
 
 
 def test_values_that_a_tracker_has_stored_before_a_resume_are_not_sent_again(tmp_path, tools):
-    """The first one drops what follows step 2, the second one lacks step 2; nor has it step 5."""
+    """The first tracker has dropped the steps after 2; the second one lacks steps 2 and 5."""
     lines = [{"step": step, "loss": float(step)} for step in range(1, 6)]
     file = MetricsFile(tmp_path / METRICS, 0)
     for line in lines:
@@ -86,14 +86,12 @@ def test_values_that_a_tracker_has_stored_before_a_resume_are_not_sent_again(tmp
     for line in (*lines[2:4], {"step": 4, "val_loss": 1.0}, lines[4], {"step": 6, "loss": 6.0}):
         both.log_line(line)
     after = [(4, {"val_loss": 1.0}), (5, {"loss": 5.0}), (6, {"loss": 6.0})]
-    assert tools[0].heard == [(3, {"loss": 3.0}), (4, {"loss": 4.0}), *after]
-    assert tools[1].heard == [(2, {"loss": 2.0}), *after]
+    assert tools[0].calls == [(3, {"loss": 3.0}), (4, {"loss": 4.0}), *after]
+    assert tools[1].calls == [(2, {"loss": 2.0}), *after]
 
 
 @pytest.mark.parametrize("method", ["start", "log", "close"])
-def test_a_failing_tracker_is_reported_once_and_the_other_continues(
-    tmp_path, tools, monkeypatch, method
-):
+def test_a_failing_tracker_is_reported_once_and_others_stay(tmp_path, tools, monkeypatch, method):
     one, other = tools
     other.fails_at = method
     if method == "start":
@@ -107,7 +105,7 @@ def test_a_failing_tracker_is_reported_once_and_the_other_continues(
     assert messages[0].startswith("log.trackers=wandb: ")
     assert messages[0].endswith("; the run continues without it")
     assert "\n" not in messages[0]
-    assert len(one.heard) == 3
+    assert len(one.calls) == 3
 
 
 def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch):
@@ -122,7 +120,7 @@ def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch
 
 def test_no_tracker_starts_unless_configured(tmp_path, tools):
     Trackers(Config(), tmp_path, 0, pytest.fail).log_line(LINE)
-    assert [each.heard for each in tools] == [[], []]
+    assert [each.calls for each in tools] == [[], []]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,9 +128,9 @@ def test_no_tracker_starts_unless_configured(tmp_path, tools):
 def test_a_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatch, name):
     config = compose_config([f"log.trackers=[{name}]"]).config
     out = rf"log.trackers={name}: {name}\S* not installed; run `pip install '\S*{name}\S*'`"
-    # As a folder `wandb` in the current one is found.
-    for results in (None, SimpleNamespace(origin=None)):
-        monkeypatch.setattr(packages, "find_spec", lambda package, found=results: found)
+    # The second spec is that of a folder `wandb` in the current directory.
+    for spec in (None, SimpleNamespace(origin=None)):
+        monkeypatch.setattr(packages, "find_spec", lambda package, spec=spec: spec)
         with pytest.raises(UsageError, match=out):
             check_preflight(config)
         check_preflight(Config())
@@ -147,9 +145,7 @@ def test_trackers_are_a_list(text, names):
     assert compose_config([f"log.trackers={text}"]).config.log.tracker_names == names
 
 
-def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
-    tmp_path, monkeypatch
-):
+def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_increase(tmp_path, monkeypatch):
     begun: list[dict[str, Any]] = []
     logged: list[Any] = []
     ended: list[int] = []
@@ -195,7 +191,7 @@ def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
 def run_twice(folder: Path, name: str) -> None:
     """Log as a run that is killed after step 21 and resumes from step 20.
 
-    MLflow has not got step 19, which a killed run can lose.
+    MLflow lacks step 19, which a killed run can lose.
     """
     for begins, ends in ((0, 21), (20, 25)):
         metrics = MetricsFile(folder / METRICS, begins)
@@ -237,7 +233,7 @@ def stored_by_wandb(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:
-    """The records of a file of LevelDB's log format, after a header of 7 bytes."""
+    """Return the records of a file in LevelDB's log format, after a header of 7 bytes."""
     offset, record = 7, b""
     while offset + 7 <= len(data):
         if (left := -offset % 32768) < 7:  # the rest of a block
@@ -245,7 +241,7 @@ def _log_records(data: bytes) -> Iterator[bytes]:
         size, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
         record += data[offset + 7 : offset + 7 + size]
         offset += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield record
             record = b""
 
@@ -271,12 +267,10 @@ def stored_by_mlflow(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
     (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == (folder.name, "FINISHED")
     assert run.data.params["strategy"] == "full_shard"
-    histories = {
-        name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
-    }
+    points = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
     return {
-        name.replace("a_b", "a+b"): [(each.step, each.value) for each in history]
-        for name, history in histories.items()
+        name.replace("a_b", "a+b"): [(each.step, each.value) for each in values]
+        for name, values in points.items()
     }
 
 
@@ -292,7 +286,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of these packages
+@pytest.mark.filterwarnings("ignore")  # warnings of these packages
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_store_has_each_value_once_after_a_resume(offline, name):
     pytest.importorskip(name)

@@ -15,7 +15,7 @@ from fsdpctl.training.worker import STATUS_FILE
 from tests.commands.run import TINY, command, environment, make_text
 from tests.distributed import distributed
 
-# A stand-in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
+# Imitates NCCL: destroying the process group blocks, and so does a checkpoint's thread.
 PLANTED = """
 import os, time
 if "RANK" in os.environ:
@@ -75,9 +75,9 @@ sys.exit(5 if worker._stop_signal == signal.SIGTERM else 6)
 
 
 @pytest.mark.parametrize(("meanwhile", "code"), [
-    ("pass", 5),  # heard
+    ("pass", 5),  # received
     ("os.kill(os.getpid(), signal.SIGTERM)", 5),
-    # Its peer was ended by the same signal before it could hear it.
+    # The same signal ended a peer before this rank received the signal.
     ("os.kill(os.getpid(), signal.SIGTERM); raise OSError('closed by peer')", -signal.SIGTERM),
     ("raise OSError('closed by peer')", 1),
 ])  # fmt: skip
@@ -97,9 +97,7 @@ def test_a_script_that_continues_after_training_does_not_count_as_hung(
     variables = {STATUS_FILE: path, "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(
-        worker, "_join_and_train", lambda *args, **options: STATUS_PAGE.at("data", 5)
-    )
+    monkeypatch.setattr(worker, "_join_and_train", lambda *_, **__: STATUS_PAGE.at("data", 5))
     work: Any = worker._run_and_exit
     work(tmp_path, task=task)
     STATUS_PAGE.at("forward blocks.0")  # the script uses fsdpctl's engine, then code of its own

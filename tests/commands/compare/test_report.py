@@ -1,4 +1,4 @@
-"""The order, the table, the JSON and the chart of invented variants."""
+"""Reports on made-up variants: order, table, JSON and chart."""
 
 import json
 from dataclasses import replace
