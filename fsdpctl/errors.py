@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
     INTERRUPT = 130  # Ctrl-C
 
 
-# After these exit codes of ranks, fsdpctl does not restart, and prints the message without a panel.
+# After these exit codes of ranks, fsdpctl does not restart, and prints only the message.
 NO_RESTART = (
     ExitCode.USAGE, ExitCode.CORRUPTED, ExitCode.STOPPED, ExitCode.NON_FINITE, ExitCode.SELF_CHECK
 )  # fmt: skip

@@ -100,7 +100,7 @@ def tensor_key(kind: str, name: str) -> str:
 
 
 def parameter_name(key: str) -> str:
-    """Return the name of a parameter's key; other keys are unchanged."""
+    """Return the name of the parameter with a key; keys of other tensors are unchanged."""
     return key.removeprefix(f"{PARAMETER}/")
 
 
@@ -135,7 +135,7 @@ class BaseInfo:
 
     path: str  # a Hugging Face directory or a checkpoint
     xxh3: str  # over all weights in `path`, as stored
-    sampled: str  # over 1 MiB of each weight, which every start reads
+    sampled: str  # checksum of 1 MiB of each weight, verified at every start
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class _RemoteFile(tensor_file.TensorFile):
 
 
 class RemoteReader(CheckpointReader):
-    """A complete checkpoint in a store, with local sparse files that have headers and sizes."""
+    """A complete checkpoint in a store. Local sparse files of the same sizes have the headers."""
 
     def __init__(self, remote: StoredFile) -> None:
         """Fetch and check everything except the bytes of tensors."""
@@ -204,7 +204,7 @@ class RemoteCheckpoints:
         store, root = self._root.store, self._root.path
         store.invalidate_cache()
         try:
-            # Not `find` or `exists`, which return nothing if the store fails.
+            # Not fsspec's `find` or `exists`, which return nothing if the store fails.
             paths = with_retries(self.url, lambda: store.ls(root, detail=False), UsageError)
         except UsageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
@@ -220,17 +220,19 @@ class RemoteCheckpoints:
 
     def newest(self) -> "RemoteCheckpoint | None":
         """Return the newest complete checkpoint; a CheckpointError suggests an older one."""
-        names = self.complete()
-        if not names:
+        checkpoints = self.complete()
+        if not checkpoints:
             return None
-        remote = self._root.child(names[-1].name)
+        remote = self._root.child(checkpoints[-1].name)
         try:
             with TemporaryDirectory() as folder:
                 manifest = fetch_manifest(remote, Path(folder))
         except CheckpointError as error:
-            hint = OLDER_HINT.format(f"{self.url}/{names[-2].name}") if names[1:] else ""
+            hint = (
+                OLDER_HINT.format(f"{self.url}/{checkpoints[-2].name}") if checkpoints[1:] else ""
+            )
             raise CheckpointError(f"{error}{hint}") from None
-        return RemoteCheckpoint(remote, step_of(names[-1]), manifest)
+        return RemoteCheckpoint(remote, step_of(checkpoints[-1]), manifest)
 
     def open(self, name: str) -> RemoteReader:
         """Open a checkpoint of the run; CheckpointError if it is incomplete or corrupted."""
@@ -249,18 +251,18 @@ class RemoteCheckpoints:
     def upload(self, folder: Path) -> None:
         """Upload a complete checkpoint, unless the store has it."""
         remote = self._root.child(folder.name)
-        local_manifest, manifest = folder / MANIFEST, remote.child(MANIFEST)
-        if manifest.exists():
-            if not _difference(local_manifest, manifest):
+        local_manifest, remote_manifest = folder / MANIFEST, remote.child(MANIFEST)
+        if remote_manifest.exists():
+            if not _difference(local_manifest, remote_manifest):
                 return
-            manifest.remove()  # a mix of two checkpoints must never have a manifest
-        uploaded = read_manifest(folder)
-        for name in (*uploaded.files, *uploaded.attachments):
+            remote_manifest.remove()  # a mix of two checkpoints must never have a manifest
+        manifest = read_manifest(folder)
+        for name in (*manifest.files, *manifest.attachments):
             _upload_file(folder / name, remote.child(name))
         try:
-            _upload_file(local_manifest, manifest)
+            _upload_file(local_manifest, remote_manifest)
         except FsdpctlError:
-            manifest.remove()
+            remote_manifest.remove()
             raise
 
     def remove_expired(self, keep: CheckpointConfig, newest: Path) -> None:
@@ -277,7 +279,7 @@ class RemoteCheckpoints:
 
 
 def remote_checkpoints_of(config: Config) -> RemoteCheckpoints | None:
-    """Return the checkpoints of a run in its object store, at the name of the run's directory."""
+    """Return the checkpoints of a run in its object store, if it has one."""
     url, run_dir = config.checkpoint.remote, config.train.run_dir
     if url is None or run_dir is None:
         return None
@@ -311,7 +313,7 @@ def _upload_file(path: Path, file: StoredFile) -> None:
 
 
 def _difference(path: Path, file: StoredFile) -> str:
-    """Return how a file in the store differs from a local file, or ""; CheckpointError: unknown."""
+    """Return how stored and local file differ, or "". CheckpointError: the store failed."""
     size = path.stat().st_size
 
     def compare(byte_range: tuple[int, int]) -> bool:

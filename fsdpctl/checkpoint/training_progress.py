@@ -39,7 +39,9 @@ class Progress:
     optimizer_step: Count = 0  # steps of all parameters that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop
-    param_groups: list[dict[str, Any]] = field(default_factory=list)  # options of its optimizer
+    param_groups: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # options of that loop's optimizer
 
     def after_validation(self, loss: float) -> Self:
         """Return the progress after the validation at this step, which had `loss`."""

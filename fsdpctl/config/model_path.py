@@ -103,13 +103,13 @@ def _changed(stored: Settings, settings: Settings, location: str) -> dict[str, s
 def _check_stored(settings: Settings, stored: Settings, merged: Settings, location: str) -> None:
     """Refuse settings that conflict with the stored weights."""
     lora_keys = LORA_KEYS if "model.lora.rank" in stored else ()
-    # A run with new tokens has added rows to the embeddings.
+    # With new tokens, this run has more rows than the stored embeddings.
     resized = "model.vocab_size" if "model.first_new_token" in settings else ""
     for name in (*(x for x in _SIZES if x not in (_NOT_IN_WEIGHTS, resized)), *lora_keys):
         text, stored_text = {**merged, **settings}.get(name, ""), stored.get(name)
         value = KEYS[name].default if stored_text is None else KEYS[name].parse(stored_text)
         if text and value != KEYS[name].parse(text):
-            problem = f"the weights in {location} of {stored_text or 'another value'}"
+            problem = f"the weights in {location}, which have {stored_text or 'another value'}"
             next_step = "set model.init=random to ignore them"
             raise UsageError(f"{name}={text}: conflicts with {problem}; {next_step}")
 

@@ -22,7 +22,7 @@ from fsdpctl.errors import EngineError, ModuleError, did_you_mean
 from fsdpctl.models.module_spec import torch_dtype
 from fsdpctl.plan.strategy import Strategy
 
-# A part of torch's message for a write to an expanded tensor, as sharded parameters are.
+# Sharded parameters are one expanded value. A part of torch's message for a write to them.
 _WRITE_TO_EXPANDED = "more than one element of the written-to tensor"
 
 
@@ -40,7 +40,7 @@ class ShardedModel(nn.Module):
         self._own_runtime = runtime
         self._has_ended = False
         self._step_check = StepCheck(runtime)
-        self.take_waits = runtime.mesh.take_waits  # see Mesh.take_waits
+        self.take_waits = runtime.mesh.take_waits  # takes the seconds of exposed communication
         self._shards = tuple(buffer.shard for buffer in runtime.buffers)
         guard_module(module, runtime)
         if runtime.strategy.shards_params:
@@ -114,7 +114,7 @@ class ShardedModel(nn.Module):
         return self._step_check.params_without_grad()
 
     def check_replicas(self) -> None:
-        """Compare values that several ranks store by their checksums. Collective.
+        """Compare checksums of the values that several ranks store. Collective.
 
         EngineError names a parameter that differs, and the rank. Also an EngineError if the ranks
         did not gather the same units in the same order in the last step.
@@ -133,9 +133,9 @@ class ShardedModel(nn.Module):
             self._runtime.reduces = before
 
     def sync_gradients(self) -> None:
-        """Reduce the gradients that `no_sync` held.
+        """Reduce the gradients that `no_sync` held, if any.
 
-        EngineError if there are no gradients, or their backward failed.
+        EngineError if no shard has a gradient then, or the backward failed.
         """
         self._runtime.sync_gradients()
 
@@ -188,7 +188,7 @@ class ShardedModel(nn.Module):
 
     @property
     def host(self) -> HostStates | None:
-        """The steps of master weights in host memory, or None if they are on the device."""
+        """The master weights and gradients in host memory; None if they are on the device."""
         return self._runtime.host
 
     def host_memory_bytes(self) -> int:
@@ -210,18 +210,20 @@ class ShardedModel(nn.Module):
     def flat_parameters(self) -> list[nn.Parameter]:
         """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils.
 
-        EngineError if the shards are in host memory, or masters have remainders, which only
+        EngineError if the shards are in host memory, or masters have 24 bits, which only
         fsdpctl's optimizers step.
         """
         shards = list(trainable_shards(self))
         if self._runtime.host is not None:
             raise EngineError("flat_parameters: not supported with offload; use ShardedAdamW")
         if any(shard.remainder is not None for shard in shards):
-            raise EngineError("flat_parameters: not supported with remainders; use ShardedAdamW")
+            raise EngineError(
+                "flat_parameters: not supported with 24-bit masters; use ShardedAdamW"
+            )
         return [shard.param for shard in shards]
 
     def full_parameters(self, *, writeback: bool = False) -> AbstractContextManager[None]:
-        """Give the parameters the full master weights in a block. Collective.
+        """Give the parameters the full master weights in a `with` block. Collective.
 
         With `writeback`, rank 0's changes are written to the shards of all ranks.
         """
@@ -306,7 +308,7 @@ class GradAccumulator:
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """Run one backward in the block; the last one ends the window, an exception drops it."""
+        """Run one backward in a `with` block; the last ends the window, an exception drops it."""
         self.ready = False
         holds = self._reduce == "last" and self._count + 1 < self.steps
         try:

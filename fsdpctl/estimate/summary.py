@@ -16,6 +16,7 @@ def describe_ranking(ranking: Ranking) -> Iterator[str]:
     if not ranking.ranked:
         return
     yield f"{'reason':<8}{_reason(ranking)}"
+    # With defaults that do not fit, the selection is not compared with others.
     if len(ranking.ranked) > 1 or ranking.defaults is None:
         yield f"{'next':<8}{_runner_up(ranking)}"
 
@@ -30,13 +31,13 @@ def _reason(ranking: Ranking) -> str:
         tied = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
         least = min(each.estimate.peak_reserved for each in tied)
         is_least = first.estimate.peak_reserved <= least
-        # Among points with the least memory, the search selects the least recomputation that fits.
+        # The search selects the least memory, and then lowers the recomputation as far as it fits.
         criterion = "least memory" if is_least else "least recomputation"
         reason = f"{criterion} among the fastest {scope} that fit"
-    band = ranking.band_of(first)
-    sources = ranking.spec_source if band is None else f"{ranking.spec_source}; {band}"
+    error_band = ranking.band_of(first)
+    basis = ranking.spec_source if error_band is None else f"{ranking.spec_source}; {error_band}"
     seconds = f": {first.seconds:.3g} s/step predicted" if ranking.predicts else ""
-    return f"{reason}{seconds} ({sources}), {_memory_of(first)}"
+    return f"{reason}{seconds} ({basis}), {_memory_of(first)}"
 
 
 def _runner_up(ranking: Ranking) -> str:

@@ -39,7 +39,7 @@ class UploadTarget:
             yield HfApi()
 
     def check(self) -> None:
-        """Check the token and its owner, and that the upload neither overwrites nor publishes."""
+        """Check the token and its owner, and that the repository is private and may be written."""
         from huggingface_hub import get_token
 
         owner = self.name.partition("/")[0]

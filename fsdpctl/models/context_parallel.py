@@ -61,7 +61,7 @@ def tokens_to_heads(
     """Return all tokens of this rank's heads, (batch, heads / ranks, length, head_dim).
 
     `q`, `k` and `v` have this rank's tokens, (batch, heads, length / ranks, head_dim). Heads of
-    keys and values are repeated if there are fewer heads than ranks.
+    keys and values are repeated unless their number is a multiple of the ranks.
     """
     _, kv_heads = heads_per_rank(q.shape[1], k.shape[1], context.size)
     heads = [q, *(repeat_heads(each, kv_heads * context.size) for each in (k, v))]

@@ -117,7 +117,7 @@ def assumed_documents(
 ) -> PackedDocuments:
     """Return assumed documents for an estimate: their tensors have shapes but no values."""
     per_row = 1 if one_per_row else max(2, length // ASSUMED_TOKENS)
-    # Two lengths suffice for a loop over documents; `offsets` have the assumed number.
+    # Two lengths suffice for code that loops over documents; `offsets` have the assumed number.
     row = (length - length // 2, length // 2) if length > 1 and not one_per_row else (length,)
     lengths = (row,) * rows
     positions = torch.empty(rows, length, dtype=torch.int64)

@@ -84,7 +84,7 @@ class TransformersAttention:
         configs = {id(each): each for each in candidates if hasattr(each, "_attn_implementation")}
         self._defaults = [(each, each._attn_implementation) for each in configs.values()]
         self.use(fsdpctl=True)
-        for each in modules:  # these types depend on the largest position in a forward
+        for each in modules:  # rotary embeddings of some types depend on the largest position
             if any(kind in str(getattr(each, "rope_type", "")) for kind in ("dynamic", "longrope")):
                 each.forward = partial(_rotary_per_document, each.forward)
 
@@ -106,7 +106,7 @@ class TransformersAttention:
 
 @cache
 def _register() -> None:
-    """Register fsdpctl's attention, and wrap transformers' eager and sdpa masks, in the process."""
+    """Register fsdpctl's attention and wrap transformers' eager and sdpa masks, process-wide."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     AttentionInterface.register(_NAME, _attention)

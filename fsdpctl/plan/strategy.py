@@ -16,7 +16,7 @@ class Strategy:
     known_as: str
     shards_params: bool  # between steps
     reshard_after_forward: bool  # units are freed after forward and gathered again in backward
-    shards_grads: bool  # reduced gradients
+    shards_grads: bool  # reduced gradients; a rank steps only its shard
     shards_optimizer: bool  # optimizer states and master weights
     replicates: bool  # each group of `dp_shard_size` ranks has a replica
     # Whether gradients, optimizer states and master weights are also sharded over replicas.

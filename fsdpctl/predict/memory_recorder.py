@@ -44,17 +44,17 @@ class MemoryRecorder(StepRecorder):
 
     def __init__(self, model_pass: ModelPass, last_unit: str, *, last_is_head: bool) -> None:
         self.model_pass, self._last_unit, self._last_is_head = model_pass, last_unit, last_is_head
-        self.operations: list[Operation] = []
+        self.operations: list[Operation] = []  # key -1: a workspace, allocated and freed at once
         self.phases: list[tuple[int, StepPhase]] = []  # each with the index of its first operation
         # Keys below `model_pass.num_keys` are tensors of the pass. The engine's keys follow.
         self._purposes: list[Purpose] = []  # purposes of the engine's keys
         self.streams: dict[int, int] = {}  # streams by key; absent: stream 0
         self._empty: set[int] = set()  # keys of allocations without bytes
-        # The keys, by key in the pass, of tensors that are freed in the next pass: those that the
-        # last pass to allocate them and the pass before have used.
+        # Tensors that are freed in the next pass get a new key in each pass. By their key in the
+        # pass: the key of the newest allocation, and of the one before, which is not freed yet.
         self._current_keys: dict[int, int] = {}
         self._previous_keys: dict[int, int | None] = {}
-        self._held_gradients: set[int] = set()  # keys of gradients that outlive their pass
+        self._held_gradient_keys: set[int] = set()  # keys of gradients that outlive their pass
         self._gradient_keys: dict[int, int] = {}  # keys in this pass of gradients that outlive it
         self._gradients = {key: name for name, key in model_pass.gradients.items()}
 
@@ -80,7 +80,7 @@ class MemoryRecorder(StepRecorder):
 
     def free(self, *keys: int | None) -> None:
         for key in (each for each in keys if each is not None):
-            self._held_gradients.discard(key)
+            self._held_gradient_keys.discard(key)
             if key not in self._empty:
                 self.operations.append((key, 0))
 
@@ -99,7 +99,7 @@ class MemoryRecorder(StepRecorder):
             self._gradient_keys.clear()
         if operations:
             self.begin_phase(_ACTIVITIES[part], unit)
-            outliving = self.model_pass.outliving | self._held_gradients
+            outliving = self.model_pass.outliving | self._held_gradient_keys
             if outliving and any(key in outliving for key, _ in operations):
                 self.operations += self._with_new_keys(operations)
             else:
@@ -113,13 +113,13 @@ class MemoryRecorder(StepRecorder):
         return None if key is None else self._gradient_keys.get(key, key)
 
     def keep_gradient(self, key: int) -> None:
-        self._held_gradients.add(key)
+        self._held_gradient_keys.add(key)
 
     def _with_new_keys(self, operations: Sequence[Operation]) -> Iterator[Operation]:
         """Give a tensor a new key while a tensor of the previous pass has its key."""
         for key, nbytes in operations:
             outlives = key in self.model_pass.outliving
-            if nbytes > 0 and (outlives or key in self._held_gradients):
+            if nbytes > 0 and (outlives or key in self._held_gradient_keys):
                 new = self.model_pass.num_keys + len(self._purposes)
                 self._purposes.append(self.purpose(key))
                 if outlives:
@@ -129,7 +129,7 @@ class MemoryRecorder(StepRecorder):
                     self._gradient_keys[key] = new
                 yield (new, nbytes)
             elif nbytes == 0 and outlives:
-                # The previous pass's tensor, if this pass has allocated its own before.
+                # If this pass has allocated the tensor again already, free the previous one.
                 keys = self._previous_keys if key in self._previous_keys else self._current_keys
                 if (old := keys.pop(key, None)) is not None:
                     yield (old, 0)
@@ -144,6 +144,7 @@ class MemoryRecorder(StepRecorder):
         position = tensor.position
         if key in self._gradients:
             return Purpose(Category.GRADIENTS, position.unit, f"gradient of {self._gradients[key]}")
+        # Without a head unit, the root computes the logits after the last unit (BETWEEN).
         of_head = self._last_is_head or position.part is PassPart.BETWEEN
         is_loss = position.part is PassPart.LOSS or (position.unit == self._last_unit and of_head)
         category = Category.LOGITS_AND_LOSS if is_loss else Category.ACTIVATIONS

@@ -40,11 +40,11 @@ def variants_of(settings: Sequence[str], recipe: str | None, *, simulates: bool)
 
     Commas separate alternatives of group options and numbers. In texts, such as paths, and within
     brackets, commas have no meaning. Without alternatives, all strategies are compared. Strategies
-    also vary if engines vary and no strategy is set: no engine of PyTorch has all strategies. Then,
-    each variant ignores values that its strategy does not use.
+    also vary if engines vary and no strategy is set: no engine of PyTorch has all strategies. If
+    strategies vary, each variant ignores values that its strategy does not use.
 
     Several prices belong to the clusters in their order; a single price belongs to all clusters.
-    Only simulated variants have a length.
+    Only simulated variants may set the length.
     """
     pairs = [setting.partition("=") for setting in settings]
     names = [name for name, *_ in pairs]
@@ -106,7 +106,7 @@ def all_equivalent(compared: Sequence[Variant], *, simulates: bool) -> bool:
 def drop_duplicates(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants that run differently, and a line for each duplicate.
 
-    A strategy that keeps unsharded parameters gathers none, so prefetching does not change it.
+    Without sharded parameters nothing is gathered in a pass, so prefetching changes nothing.
     """
     variants_by_settings: dict[frozenset[tuple[str, str]], Variant] = {}
     lines = []

@@ -31,8 +31,8 @@ class Heartbeat(Callback):
     ) -> None:
         """Write the first heartbeat and start the thread, if `is_on`.
 
-        No thread may use the collectives of `ranks`: the last heartbeat is written after one,
-        and a save may be in progress then.
+        Other threads, such as that of a save, must not use the collectives of `ranks`: `end`
+        does, while a save may be in progress.
         """
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
         self._fields: dict[str, Any] = {"namespace": pid_namespace()}

@@ -1,8 +1,7 @@
 """Memory of a rank: the heap of CPU ranks, and snapshots after an out-of-memory error.
 
-https://pytorch.org/memory_viz shows a snapshot. Recording allocations costs nothing, unless the
-Python lines that allocate are recorded too, which slows down every allocation. They are recorded
-only if `log.memory_snapshot` is set.
+https://pytorch.org/memory_viz shows a snapshot. The Python lines that allocate are recorded only if
+`log.memory_snapshot` is set, because it slows down every allocation.
 """
 
 import ctypes
@@ -39,7 +38,7 @@ class HeapTrim(Callback):
 def watch_allocations(device: torch.device) -> None:
     """Record the Python lines that allocate tensors on a CUDA device.
 
-    A snapshot shows only the allocations after this call.
+    The history in a snapshot begins at this call.
     """
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)

@@ -19,7 +19,8 @@ _SKIPPED_STEPS = 1
 class Profiling(Callback):
     """A callback that traces three steps, at the start or on request, into a file per rank.
 
-    https://ui.perfetto.dev and chrome://tracing show `profile/from-step-S-rank-N.json`.
+    https://ui.perfetto.dev and chrome://tracing show `profile/from-step-S-rank-N.json`; S: the
+    last step before the skipped steps.
     """
 
     def __init__(self, model: TrainedModel, run_dir: Path, rank: int, *, at_start: bool) -> None:
@@ -56,7 +57,7 @@ class Profiling(Callback):
         self._profile, self._is_written, trainer.is_traced = None, False, False
 
     def _start(self, trainer: Trainer, skipped: int) -> None:
-        """Skip `skipped` steps, then trace three; trace all remaining steps if they are fewer."""
+        """Skip `skipped` steps, then trace three; if fewer steps remain, skip none."""
         self._model.name_ranges(is_on=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"from-step-{trainer.step}-rank-{self._rank}.json"
