@@ -1,4 +1,4 @@
-"""Rows of a file of conversations: JSON Lines, a JSON array, Parquet or Arrow, by its first bytes.
+"""Rows of a file of conversations: JSON, Parquet or Arrow by its first bytes, CSV by its name.
 
 A file is read piece by piece, so neither its size nor its compression ratio matters. Only a JSON
 array is read into memory.
@@ -33,7 +33,7 @@ _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines wi
 # The magic number of Zstandard, or of a skippable frame, which pzstd writes.
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
 _BATCH = 64  # rows of a table that are read at a time
-_TABLE_MAGIC = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
+_TABLE_MAGIC = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # Parquet, Arrow files and streams
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
 LocatedObjects = Iterator[tuple[str, dict[str, Any]]]  # a position such as `line 3`, and an object
@@ -103,7 +103,7 @@ def _objects(path: str) -> LocatedObjects:
 
 
 def read_objects(path: str, raw: BufferedReader, after: str = "") -> LocatedObjects:
-    """Yield the objects of a file from the position of `raw` on; `after` describes the position."""
+    """Yield the objects of a file from `raw`'s position on; in messages, `after` follows lines."""
     start = raw.peek(8)[:8]
     if start.startswith(_TABLE_MAGIC):
         yield from read_table(path, raw, is_parquet=start.startswith(b"PAR1"))
@@ -182,6 +182,7 @@ def _object(text: str, location: str) -> dict[str, Any]:
     try:
         return parse_json(text, dict[str, Any], "")
     except UsageError as error:
+        # A lone { begins an object of several lines, so the hint applies.
         is_object = text.strip() != "{" and text.lstrip().startswith("{")
         hint = "" if is_object else f"; {_EXPECTED}"
         problem = clipped(_JSON_LINE.sub("", str(error).removeprefix(": ")))
@@ -193,12 +194,12 @@ def read_table(
 ) -> LocatedObjects:
     """Yield the rows of a table, or of one row group that follows `rows_before` rows.
 
-    Columns that no format uses are not read: their value is True in all rows, so that notes can
-    name them. UsageError if the file is damaged.
+    Columns that no format uses are not read: their value is True in all rows, so that the note
+    on unused keys names them. UsageError if the file is damaged.
     """
     arrow = import_package("pyarrow", path)
     try:
-        names, batches = _parquet(raw, group) if is_parquet else _stream(arrow, raw)
+        names, batches = _parquet(raw, group) if is_parquet else _arrow(arrow, raw)
         _check_columns(path, names)
         unused = {name: True for name in names if not needs_value(name)}
         for batch in batches:
@@ -230,7 +231,8 @@ def read_csv(path: str, raw: IO[bytes]) -> LocatedObjects:
                 raise UsageError(f"{path}, row {number}: {problem}")
             yield f"row {number}", dict(zip(names, row, strict=True))
     except (csv.Error, ValueError) as error:
-        raise UsageError(f"{path}, line {rows.line_num + 1}: cannot be read: {error}") from None
+        line = rows.line_num + (not isinstance(error, csv.Error))  # a line that was decoded counts
+        raise UsageError(f"{path}, line {line}: cannot be read: {error}") from None
 
 
 def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any]]:
@@ -242,7 +244,7 @@ def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any
     return names, file.iter_batches(_BATCH, groups, [name for name in names if needs_value(name)])
 
 
-def _stream(arrow: Any, raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:
+def _arrow(arrow: Any, raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:
     if raw.peek(6).startswith(b"ARROW1"):  # type: ignore[attr-defined]
         file = arrow.ipc.open_file(raw)
         return file.schema.names, (file.get_batch(n) for n in range(file.num_record_batches))

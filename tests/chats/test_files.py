@@ -192,3 +192,9 @@ def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monke
     (tmp_path / "empty" / "a.txt").write_text("x")
     with pytest.raises(UsageError, match="data.path=empty: no conversations found; expected"):
         find_data("empty", option="chat")
+
+
+@pytest.mark.parametrize("line", [b'"a"b,2', b"\xff,2"], ids=["quotes", "encoding"])
+def test_a_damaged_line_of_csv_is_named(line, tmp_path):
+    text = b"prompt,completion\n1,2\n" + line + b"\n3,4\n"
+    assert refusal(tmp_path / "a.csv", text).startswith(", line 3: cannot be read: ")
