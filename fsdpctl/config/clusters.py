@@ -24,7 +24,9 @@ class ClusterConfig:
         "memory per rank, as torch reports the memory of a device", unit="GiB", within=(0.001, 1e6)
     )
     host_memory: float | None = auto_key(
-        "node's host memory; auto: this machine's or its cgroup's", unit="GiB", within=(0.001, 1e6)
+        "host memory of a node; auto: of this machine or its control group",
+        unit="GiB",
+        within=(0.001, 1e6),
     )
     ranks_per_node: int | None = auto_key(
         "value of launch.nproc_per_node=auto in estimates", within=(1, MAX_RANKS)
@@ -43,7 +45,7 @@ class ClusterConfig:
     )
     pcie_bandwidth: float = key(31.5, "GB/s between GPU and host per direction", within=(1e-4, 1e6))
     price: float | None = optional_key(
-        "estimates only: USD per GPU hour; named clusters have one day's price", within=(0, 1e6)
+        "estimates only: USD per GPU hour; a named cluster has the price of a day", within=(0, 1e6)
     )
     architecture: str | None = auto_key(
         "GPU generation, which determines the supported attention kernels", choices=ARCHITECTURES

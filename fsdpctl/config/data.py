@@ -68,7 +68,9 @@ class DataConfig:
         normalize=_token_list,
     )
     format: str = key(
-        "auto", "tokens: file format; auto: by headers and neighboring files", choices=TOKEN_FORMATS
+        "auto",
+        "tokens: format of the files; auto: by their headers and neighboring files",
+        choices=TOKEN_FORMATS,
     )
     template: str | None = auto_key(
         "chat: Jinja file with the chat template; auto: the tokenizer's template", is_path=True
@@ -97,7 +99,9 @@ class DataConfig:
         "masks attention between documents of a sequence"
     )
     too_long: str = key(
-        "truncate", "chat: policy for samples above train.seq_len", choices=("truncate", "drop")
+        "truncate",
+        "chat: what to do with samples longer than train.seq_len",
+        choices=("truncate", "drop"),
     )
     # Whether the files in data.path select the option, since no setting `data` does.
     is_inferred: bool = field(default=False, compare=False)

@@ -72,12 +72,14 @@ class LaunchConfig:
     )
     device: str | None = auto_key("device of the ranks", choices=("cpu", "cuda"))
     share_memory: bool | None = auto_key(
-        "CPU: ranks of a machine share memory; strategies run as shard_optimizer; auto: if possible"
+        "CPU: ranks of a machine share memory; every strategy runs as shard_optimizer; "
+        "auto: if possible"
     )
     allocator: str = key("expandable", "CUDA: memory allocator", choices=("expandable", "native"))
     timeout: float = key(600.0, "seconds until a stuck collective stops the run", within=(1, 1e6))
     hang_timeout: float | None = auto_key(
-        "seconds until a stuck rank is reported; auto: half of launch.timeout", within=(1, 1e6)
+        "seconds until a rank without progress is reported; auto: half of launch.timeout",
+        within=(1, 1e6),
     )
     max_restarts: int = key(0, "number of restarts after failures", within=(0, 1_000_000))
     nproc_min: int | None = auto_key(

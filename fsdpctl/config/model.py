@@ -77,9 +77,15 @@ class ModelConfig:
     hidden_size: int = key(128, "width of the residual stream", within=(1, MAX_WIDTH))
     intermediate_size: int = key(384, "width inside the MLP", within=(1, MAX_WIDTH))
     num_heads: int = key(4, "number of query heads", within=(1, MAX_WIDTH))
-    num_kv_heads: int = key(2, "number of KV heads; divides num_heads", within=(1, MAX_WIDTH))
-    head_dim: int | None = auto_key("head size; auto: hidden_size/num_heads", within=(2, MAX_WIDTH))
-    vocab_size: int | None = auto_key("vocab size; auto: the tokenizer's", within=(1, MAX_TOKENS))
+    num_kv_heads: int = key(
+        2, "number of key and value heads; divides num_heads", within=(1, MAX_WIDTH)
+    )
+    head_dim: int | None = auto_key(
+        "width of a head; auto: hidden_size / num_heads", within=(2, MAX_WIDTH)
+    )
+    vocab_size: int | None = auto_key(
+        "size of the vocabulary; auto: the tokenizer's", within=(1, MAX_TOKENS)
+    )
     max_seq_len: int = key(2048, "longest sequence that an export declares", within=(1, MAX_TOKENS))
     first_new_token: int | None = optional_key(
         "first row of embeddings for added tokens, which start as the mean of the rows before",

@@ -51,7 +51,9 @@ class StrategyConfig:
     """The sharding strategy, and where model states are stored."""
 
     name: str = "full_shard"
-    dp_shard_size: int | None = auto_key("hybrid_*: ranks per replica; auto: per node", minimum=1)
+    dp_shard_size: int | None = auto_key(
+        "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1
+    )
     owner_map: str | None = auto_key(
         "shard_optimizer: how optimizer states are assigned to ranks; auto: matrices with "
         "optimizer=muon, else even",
@@ -143,7 +145,9 @@ class OptimizerConfig:
     nesterov: bool = key(True, "muon: Nesterov momentum")
     ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", within=(1, 99))
     weight_decay: float = key(
-        0.1, "weight decay of matrices; decoupled in adamw and muon, coupled in sgd", minimum=0
+        0.1,
+        "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
+        minimum=0,
     )
     state_dtype: str | None = auto_key(
         "adamw: dtype of the moments of matrices of at least 4096 elements; other moments are "

@@ -42,14 +42,18 @@ class TrainConfig:
         minimum=1,
         optional=True,
     )
-    epochs: float | None = optional_key("length of the run in passes over data", within=(1e-9, 1e6))
+    epochs: float | None = optional_key(
+        "length of the run in passes over the data", within=(1e-9, 1e6)
+    )
     tokens: int | None = optional_key("length of the run in tokens", minimum=1)
     seq_len: int = auto_key(
         "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096; less "
         "for shorter data or conversations",
         within=(1, _MAX_LENGTH),
     )
-    context_parallel: int = key(1, "adjacent ranks per sample, for long samples", minimum=1)
+    context_parallel: int = key(
+        1, "adjacent ranks that share a sample, for long samples", minimum=1
+    )
     global_batch_size: int = auto_key(
         "samples per step, over all ranks; auto: 16, or 4 or 8 if conversations would train for "
         "less than 50 steps; at least one per rank",
@@ -73,7 +77,8 @@ class TrainConfig:
         minimum=0,
     )
     patience: int | None = optional_key(
-        "consecutive validations without lower loss that end the run; not set: unlimited", minimum=1
+        "consecutive validations without a lower loss that end the run; not set: no limit",
+        minimum=1,
     )
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens to generate after training; 0: none", minimum=0)
