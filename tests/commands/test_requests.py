@@ -41,7 +41,7 @@ if "RANK" in os.environ:
         setattr(where, name, planted)
 
     slow("validation", 1.5, validation_loss, "_pass_loss")
-    slow("sample", 0.3, generation, "draw")
+    slow("sample", 0.3, generation, "sample_token")
     slow("first step", 3600, trainer, "launch_step")
     slow("step", 3, trainer, "launch_step")
     slow("save", 3, checkpoints, "write_checkpoint")

@@ -89,7 +89,9 @@ SHARED: dict[str, tuple[Callable[[], Any], str]] = {
     "exchanged": (
         lambda: mock.patch.object(attention, "heads_to_tokens", _of_other_heads), "gradient norm "
     ),
-    "shifted": (lambda: mock.patch.object(Batches, "_gather", _shifted_in_parts), "gradient norm "),
+    "shifted": (
+        lambda: mock.patch.object(Batches, "_read_rows", _shifted_in_parts), "gradient norm "
+    ),
     "positions": (_shifted_positions, "gradient norm "),
 }  # fmt: skip
 
